@@ -22,6 +22,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+
 from agentlightning.proto.errors import DataError
 from agentlightning.proto.schemas import SCHEMA_VERSION, TABLES, conform, write_parquet
 
@@ -31,6 +32,7 @@ __all__ = [
     "FileEntry",
     "Manifest",
     "commit_manifest",
+    "describe_file",
     "open_dataset",
     "write_files",
 ]
@@ -221,6 +223,21 @@ def write_files(root: Path, name: str, tables: Mapping[str, pa.Table]) -> tuple[
         _put(root / relative, data)
         entries.append(FileEntry(table, relative, len(rows), len(data), hashlib.sha256(data).hexdigest()))
     return tuple(entries)
+
+
+def describe_file(root: Path, table: str, relative: str) -> FileEntry:
+    """The entry of a file that `write_files` has put in place, read from the file itself.
+
+    Raises:
+        DataError: the file is damaged.
+    """
+    path = root / relative
+    try:
+        data = path.read_bytes()
+        rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from None
+    return FileEntry(table, relative, rows, len(data), hashlib.sha256(data).hexdigest())
 
 
 def commit_manifest(

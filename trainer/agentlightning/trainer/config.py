@@ -1,0 +1,298 @@
+"""Configuration: typed, from YAML, with `key=value` overrides.
+
+Every section is a pydantic model that refuses unknown keys; the error names the key's place and the
+nearest valid one. A setting that cannot be honoured is refused here, before anything starts.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentlightning.proto.errors import ConfigError, nearest
+from agentlightning.proto.ids import check_id
+
+__all__ = ["TrainConfig", "config_from", "load_config"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    name: str = "run"
+    """The run's id and folder name; rollouts of one name belong together."""
+    root: Path = Path("runs")
+    """State, data, logs and results go under `root/name/`."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _valid_name(self) -> Self:
+        check_id(self.name, "The run's name")
+        return self
+
+
+class AgentConfig(Section):
+    target: str = ""
+    """What to run: a command line (`python agent.py {question}`), or `module:function`."""
+    evaluator: str | None = None
+    """`module:function(task, output) -> float | dict`: the reward, computed where the agent cannot reach."""
+    concurrency: int = Field(default=8, ge=1)
+    timeout_s: float = Field(default=120.0, gt=0)
+    env: tuple[str, ...] = ()
+    """Names of environment variables that are passed on to the agent."""
+    cwd: Path | None = None
+    setup: str | None = None
+    """`module:function` called in the agent's process before it starts, e.g. `agentlightning.sdk:instrument`."""
+    max_attempts: int = Field(default=3, ge=1)
+
+
+class TasksConfig(Section):
+    train: str = ""
+    """A JSON-lines file of tasks, or `module:function` that takes `seed` and `count` and returns them."""
+    val: str | None = None
+    """The same for held-out tasks."""
+
+
+class SamplingConfig(Section):
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = 0
+    """0: all tokens."""
+    max_tokens: int = Field(default=256, ge=1)
+
+
+class LoraConfig(Section):
+    rank: int = Field(default=16, ge=1)
+    alpha: float = 32
+    target_modules: str | tuple[str, ...] = "all-linear"
+
+
+class PolicyConfig(Section):
+    name: str = "policy"
+    """What agents call the model."""
+    model: str = ""
+    """A folder that transformers loads, a GGUF file, or the alias `smollm2-135m`."""
+    lora: LoraConfig | None = None
+    """None trains all parameters."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the forward pass; master weights are always float32."""
+    sampling: SamplingConfig = SamplingConfig()
+    val_sampling: SamplingConfig | None = None
+    """None: as in training."""
+
+
+class EngineConfig(Section):
+    kind: Literal["embedded"] = "embedded"
+    url: str | None = None
+    """Address of a running engine; None starts one."""
+    token_file: Path | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_batch: int = Field(default=64, ge=1)
+    max_model_len: int = Field(default=2048, ge=16)
+    threads: int | None = None
+
+
+class CollectorConfig(Section):
+    grpc: str | None = None
+    """`host:port` of a running collector's gRPC; None starts one. Needs `http` too."""
+    http: str | None = None
+    token_file: Path | None = None
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.grpc is None) != (self.http is None):
+            raise ValueError("give both addresses of a running collector, grpc and http, or none")
+        return self
+
+
+class GatewayConfig(Section):
+    url: str | None = None
+    """Address of a running gateway; None starts one."""
+    token_file: Path | None = None
+    """JSON with the tokens of the roles `admin` and `trainer`."""
+
+
+class ControllerConfig(Section):
+    start: bool = True
+    """False: a controller elsewhere claims the rollouts."""
+
+
+class LossConfig(Section):
+    kind: Literal["ppo", "reinforce", "gspo", "cispo"] = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float | None = 3.0
+    tis_cap: float | None = 2.0
+    """Truncated importance sampling of each token against the sampler; None switches it off."""
+    veto: float | None = 1e-4
+    entropy_bonus: float = 0.0
+
+
+class AlgorithmConfig(Section):
+    credit: Literal["final", "last", "per_call", "per_agent"] = "final"
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce", "reinforce++-baseline"] = "dr_grpo"
+    aggregation: Literal["rollout-mean", "token-mean", "sample-mean", "constant"] = "rollout-mean"
+    constant_length: int | None = None
+    scored_causes: tuple[Literal["agent_error", "timeout", "context_overflow"], ...] = ()
+    """Failures of the policy that count as rollouts with reward 0; infrastructure failures never do."""
+    agents: tuple[str, ...] | None = None
+    """Train only calls of these agents; None trains all."""
+    loss: LossConfig = LossConfig()
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        if (self.aggregation == "constant") != (self.constant_length is not None):
+            raise ValueError("aggregation=constant and constant_length belong together")
+        if self.gamma != 1.0 and self.credit != "per_call":
+            raise ValueError("gamma discounts over calls: it needs credit=per_call")
+        return self
+
+
+class TrainSection(Section):
+    steps: int = Field(default=10, ge=0)
+    groups_per_step: int = Field(default=8, ge=1)
+    group_size: int = Field(default=8, ge=2)
+    learning_rate: float = Field(default=1e-5, gt=0)
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    minibatches: int = Field(default=1, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    max_tokens: int = Field(default=4096, ge=64)
+    """Tokens in one forward pass; shared prefixes count once."""
+    gradient_checkpointing: bool = False
+    refill_rounds: int = Field(default=1, ge=0)
+    """How often groups without variance, or lost to infrastructure, are replaced within a step."""
+    rollout_deadline_s: float = Field(default=1800.0, gt=0)
+    """A step whose rollouts are not finished by then ends the run with an error that says which."""
+    seal_timeout_s: float = Field(default=30.0, gt=0)
+
+
+class EvaluateConfig(Section):
+    tasks: int = Field(default=64, ge=0)
+    """Held-out tasks, one rollout each; 0 switches evaluation off."""
+    every: int = Field(default=0, ge=0)
+    """Also after every so many steps; before and after always."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(default=1, ge=1)
+    keep: int = Field(default=2, ge=1)
+
+
+class TrainConfig(Section):
+    """Everything a run needs."""
+
+    run: RunConfig = RunConfig()
+    agent: AgentConfig = AgentConfig()
+    tasks: TasksConfig = TasksConfig()
+    policy: PolicyConfig = PolicyConfig()
+    engine: EngineConfig = EngineConfig()
+    collector: CollectorConfig = CollectorConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    controller: ControllerConfig = ControllerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return self.run.root / self.run.name
+
+    def require(self, *keys: str) -> None:
+        """Raise ConfigError for the first dotted key that is empty."""
+        for key in keys:
+            value: Any = self
+            for part in key.split("."):
+                value = getattr(value, part)
+            if value in ("", None):
+                raise ConfigError(f"The configuration needs `{key}`.")
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> TrainConfig:
+    """Read a YAML file and apply `section.key=value` overrides. Raises ConfigError."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"The configuration {path} cannot be read: {error.strerror}.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The configuration {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise ConfigError(f"The configuration {path} must be a mapping of sections.")
+    return config_from(document, overrides, where=str(path))
+
+
+def config_from(
+    document: Mapping[str, Any], overrides: Iterable[str] = (), *, where: str = ""
+) -> TrainConfig:
+    """Validate a document after applying overrides. Raises ConfigError that names the first bad key."""
+    merged = _copy(document)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"{override!r} is not an override: write section.key=value.")
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError:
+            value = text
+        _set(merged, key.split("."), value, key)
+    try:
+        return TrainConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, where)) from None
+
+
+def _copy(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copy(value) if isinstance(value, Mapping) else value for key, value in document.items()}
+
+
+def _set(document: dict[str, Any], path: list[str], value: Any, key: str) -> None:
+    for part in path[:-1]:
+        inner = document.setdefault(part, {})
+        if inner is None:  # `lora: null` in the file, `policy.lora.rank=8` on the command line
+            inner = document[part] = {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{key}: {part} is a value, not a section.")
+        document = inner
+    document[path[-1]] = value
+
+
+def _sentence(error: ValidationError, where: str) -> str:
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"])
+    prefix = f"{where}: " if where else ""
+    if first["type"] == "extra_forbidden":
+        model = _section(first["loc"][:-1])
+        names = model.model_fields if model else ()
+        return f"{prefix}there is no setting `{place}`.{nearest(str(first['loc'][-1]), names)}"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" ({error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{prefix}`{place}`: {message[0].lower()}{message[1:]}, got {_short(first['input'])}.{more}"
+
+
+def _section(location: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The model that stands at a place of the configuration."""
+    model: type[BaseModel] = TrainConfig
+    for part in location:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return None
+        candidates = [field.annotation, *get_args(field.annotation)]
+        inner = next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+        if inner is None:
+            return None
+        model = inner
+    return model
+
+
+def _short(value: object) -> str:
+    text = repr(value.model_dump() if isinstance(value, BaseModel) else value)
+    return text if len(text) <= 80 else text[:77] + "…"

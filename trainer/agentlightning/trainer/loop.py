@@ -1,0 +1,414 @@
+"""The training loop, synchronous: sample a step's groups, update once, publish, repeat.
+
+Time order of a step: enqueue groups → wait → seal → fetch from Parquet → merge into samples → credit and
+advantage → update → samples table → checkpoint → publish. A crash anywhere resumes from the last
+checkpoint; the rollouts of a step are found again by their ids, so nothing is sampled or trained twice.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+
+from agentlightning.proto import dataset
+from agentlightning.proto.errors import ConfigError, LightningError
+from agentlightning.trainer import checkpoint
+from agentlightning.trainer.advantage import AdvantageSettings, Scored, score
+from agentlightning.trainer.clients import EngineClient, GatewayClient, TransitionClient
+from agentlightning.trainer.config import SamplingConfig, TrainConfig
+from agentlightning.trainer.console import Console
+from agentlightning.trainer.credit import CreditSettings
+from agentlightning.trainer.interval import Interval, mean_interval
+from agentlightning.trainer.launch import Layout, Services
+from agentlightning.trainer.learner import Learner, LearnerSettings, LoraSettings
+from agentlightning.trainer.loss import LossSettings
+from agentlightning.trainer.metrics import Metrics
+from agentlightning.trainer.model import choose_dtype, load_model, load_tokenizer, resolve_model
+from agentlightning.trainer.publish import Publisher
+from agentlightning.trainer.rollouts import Collected, Collector, Group
+from agentlightning.trainer.samples import SampleSet, build_samples, read_calls, samples_table
+from agentlightning.trainer.tasks import Task, load_tasks, task_order
+
+__all__ = ["Trainer", "build_learner", "learner_settings", "score_transitions"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Batch:
+    """What one optimiser step is made of."""
+
+    scored: Scored
+    samples: SampleSet
+    rewards: dict[str, float]
+    """Rollout id → reward."""
+    sampled_groups: int
+    informative_groups: int
+    counters: Counter[str]
+    seconds: dict[str, float]
+
+
+def learner_settings(config: TrainConfig) -> LearnerSettings:
+    """The learner's settings that a configuration asks for."""
+    train, algorithm = config.train, config.algorithm
+    lora = config.policy.lora
+    return LearnerSettings(
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        warmup_steps=train.warmup_steps,
+        max_grad_norm=train.max_grad_norm,
+        max_tokens=train.max_tokens,
+        minibatches=train.minibatches,
+        epochs=train.epochs,
+        gradient_checkpointing=train.gradient_checkpointing,
+        aggregate=algorithm.aggregation,
+        constant_length=algorithm.constant_length,
+        dtype=config.policy.dtype,
+        seed=config.run.seed,
+        lora=LoraSettings(rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
+        if lora
+        else None,
+        loss=LossSettings(**algorithm.loss.model_dump()),
+    )
+
+
+def build_learner(config: TrainConfig) -> Learner:
+    """Load the policy's model and make it ready to learn."""
+    return Learner(load_model(config.policy.model), learner_settings(config))
+
+
+def digest(config: TrainConfig) -> str:
+    """What must not change between a checkpoint and its continuation."""
+    return checkpoint.config_digest(
+        {
+            "policy": config.policy.model_dump(mode="json", exclude={"sampling", "val_sampling", "name"}),
+            "run": {"name": config.run.name, "seed": config.run.seed},
+            "tasks": config.tasks.model_dump(mode="json"),
+        }
+    )
+
+
+def score_transitions(config: TrainConfig, collected: Collected) -> tuple[SampleSet, Scored]:
+    """Merge transitions into samples, and give each its advantage."""
+    samples = build_samples(
+        read_calls(collected.transitions),
+        agents=config.algorithm.agents,
+        policy=config.policy.name,
+        exclude=collected.excluded,
+    )
+    scored = score(
+        samples.samples,
+        collected.outcomes,
+        credit=CreditSettings(mode=config.algorithm.credit, gamma=config.algorithm.gamma),
+        advantage=AdvantageSettings(
+            estimator=config.algorithm.advantage, scored_causes=config.algorithm.scored_causes
+        ),
+    )
+    return samples, scored
+
+
+class Trainer:
+    """One run."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        layout: Layout,
+        services: Services,
+        learner: Learner,
+        *,
+        console: Console,
+        check: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.layout = layout
+        self.learner = learner
+        self.metrics = Metrics(layout.metrics)
+        self._console = console
+        self._services = services
+        self._check = check
+        self._tasks = load_tasks(config.tasks.train, seed=config.run.seed)
+        self._held_out = self._load_held_out()
+        self._consumed = 0
+        """How many training tasks have been handed out: the data cursor."""
+
+    def _load_held_out(self) -> list[Task]:
+        if not self.config.evaluate.tasks:
+            return []
+        if self.config.tasks.val is None:
+            raise ConfigError("evaluate.tasks needs held-out tasks: set `tasks.val`, or evaluate.tasks=0.")
+        return load_tasks(self.config.tasks.val, seed=self.config.run.seed, count=self.config.evaluate.tasks)[
+            : self.config.evaluate.tasks
+        ]
+
+    def restore(self) -> bool:
+        """Continue from the newest checkpoint, if there is one."""
+        newest = checkpoint.latest(self.layout.checkpoints)
+        if newest is None:
+            self.metrics.rewind(0)
+            return False
+        cursor = checkpoint.load(newest, self.learner, config_digest=digest(self.config))
+        self._consumed = cursor["consumed"]
+        self.metrics.rewind(self.learner.step)
+        # The samples of that step were on disk before the checkpoint; their manifest may not be.
+        self._commit_samples(self.learner.step)
+        return True
+
+    async def run(self) -> None:
+        """Train until the configured number of steps. Raises LightningError."""
+        services, policy = self._services, self.config.policy
+        gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
+        engine = EngineClient(services.engine, token=services.engine_token)
+        transitions = TransitionClient(services.collector_grpc, token=services.collector_token)
+        try:
+            sampling = _sampling(policy.sampling)
+            val_sampling = _sampling(policy.val_sampling or policy.sampling)
+            await gateway.set_policy(policy.name, policy.model, {"train": sampling, "val": val_sampling})
+            token_file = str(services.engine_token_file) if services.engine_token_file else None
+            await gateway.register_engine(
+                f"{self.config.run.name}-engine", policy.name, services.engine, policy.name, token_file
+            )
+            collector = Collector(
+                gateway,
+                transitions,
+                run_id=self.config.run.name,
+                policy=policy.name,
+                max_attempts=self.config.agent.max_attempts,
+                deadline_s=self.config.train.rollout_deadline_s,
+                seal_timeout_s=self.config.train.seal_timeout_s,
+                check=self._check,
+            )
+            publisher = Publisher(
+                self.layout,
+                gateway,
+                engine,
+                policy=policy.name,
+                base=resolve_model(policy.model),
+                dtype=await self._served_dtype(engine),
+            )
+            await self._steps(collector, publisher)
+            self._finish(await gateway.stats(self.config.run.name), await transitions.stats())
+        finally:
+            for client in (gateway, engine, transitions):
+                await client.close()
+
+    async def _served_dtype(self, engine: EngineClient) -> torch.dtype:
+        health = await engine.health()
+        name = str(health.get("dtype", "")).removeprefix("torch.")
+        return getattr(torch, name) if name in ("float32", "bfloat16", "float16") else choose_dtype()[0]
+
+    async def _steps(self, collector: Collector, publisher: Publisher) -> None:
+        train = self.config.train
+        if self.learner.version == 0:
+            verdict = await publisher.verify(self.learner)
+        else:
+            verdict = (await publisher.publish(self.learner)).verdict
+        self._console.say(f"Engine and trainer agree: {verdict.sentence}")
+        await self._evaluate(collector)
+        self._console.begin(train.steps, done=self.learner.step)
+        while self.learner.step < train.steps:
+            await self._step(collector, publisher)
+            every = self.config.evaluate.every
+            if self.learner.step == train.steps or (every and self.learner.step % every == 0):
+                await self._evaluate(collector)
+        await self._evaluate(collector)
+
+    async def _step(self, collector: Collector, publisher: Publisher) -> None:
+        began = time.monotonic()
+        step = self.learner.step + 1
+        batch = await self._sample(collector, step)
+        seconds = dict(batch.seconds)
+
+        clock = time.monotonic()
+        result = await asyncio.to_thread(self.learner.update, batch.scored.samples, batch.scored.advantages)
+        self.learner.step = step  # a batch without gradient is a step all the same
+        seconds["update"] = time.monotonic() - clock
+
+        clock = time.monotonic()
+        await asyncio.to_thread(self._save, step, batch, result.logprobs)
+        seconds["checkpoint"] = time.monotonic() - clock
+
+        clock = time.monotonic()
+        published = None
+        if result.stepped:
+            published = await publisher.publish(self.learner)
+        seconds["publish"] = time.monotonic() - clock
+        seconds["total"] = time.monotonic() - began
+
+        record = self.metrics.add(
+            "step",
+            step=step,
+            version=self.learner.version,
+            reward=_mean(batch.rewards.values()),
+            rollouts=len(batch.rewards),
+            groups={"sampled": batch.sampled_groups, "informative": batch.informative_groups},
+            seconds={name: round(value, 3) for name, value in seconds.items()},
+            update=result.metrics,
+            breaks=dict(batch.samples.breaks),
+            tokens={"trained": batch.samples.tokens_trained, "left_out": dict(batch.samples.tokens_left_out)},
+            counters=dict(batch.counters),
+            probe=asdict(published.verdict) if published else None,
+            held_seconds=round(published.held_seconds, 3) if published else 0.0,
+        )
+        self._console.step(record)
+
+    async def _sample(self, collector: Collector, step: int) -> Batch:
+        """Groups for one update; groups that say nothing are replaced, within bounds."""
+        train = self.config.train
+        parts: list[Collected] = []
+        sampled, wanted = 0, train.groups_per_step
+        counters = Counter[str]()
+        seconds = Counter[str]()
+        for round_ in range(1 + train.refill_rounds):
+            groups = [
+                Group(f"{self.config.run.name}.{step:05d}.{round_}.{number:03d}", task, train.group_size)
+                for number, task in enumerate(self._next_tasks(wanted))
+            ]
+            sampled += len(groups)
+            self._console.rollouts(f"step {step}", len(groups) * train.group_size)
+            collected = await collector.run(
+                groups,
+                split="train",
+                sampling=_sampling(self.config.policy.sampling),
+                on_finish=self._console.rollout,
+            )
+            parts.append(collected)
+            counters.update(collected.counters)
+            seconds.update(collected.seconds)
+            clock = time.monotonic()
+            everything = _concat(parts)
+            samples, scored = await asyncio.to_thread(score_transitions, self.config, everything)
+            seconds["merge"] += time.monotonic() - clock
+            informative = sum(not group.zero_variance for group in scored.groups)
+            wanted = train.groups_per_step - informative
+            if wanted <= 0:
+                break
+        counters.update(samples.calls_left_out)
+        counters.update(scored.refused_rollouts)
+        rewards = {o.rollout_id: o.reward for o in everything.outcomes if o.reward is not None}
+        return Batch(scored, samples, rewards, sampled, informative, +counters, dict(seconds))
+
+    def _next_tasks(self, count: int) -> list[Task]:
+        order: Iterator[Task] = task_order(self._tasks, seed=self.config.run.seed)
+        chosen = list(islice(order, self._consumed, self._consumed + count))
+        self._consumed += count
+        return chosen
+
+    def _save(self, step: int, batch: Batch, logprobs: Sequence[Any]) -> None:
+        scored = batch.scored
+        table = samples_table(
+            scored.samples,
+            step=step,
+            advantages=scored.advantages,
+            logprobs_new=logprobs,
+            rewards=batch.rewards,
+        )
+        dataset.write_files(self.layout.data, _samples_name(step), {"samples": table})
+        if step % self.config.checkpoint.every == 0 or step == self.config.train.steps:
+            checkpoint.save(
+                self.layout.checkpoints,
+                self.learner,
+                cursor={"consumed": self._consumed},
+                config_digest=digest(self.config),
+                keep=self.config.checkpoint.keep,
+            )
+        self._commit_samples(step)
+
+    def _commit_samples(self, step: int) -> None:
+        """Make a step's samples visible; once, however often it is called."""
+        relative = f"samples/{_samples_name(step)}.parquet"
+        path = self.layout.data / relative
+        if not path.exists():
+            return
+        named = {
+            entry.path: entry
+            for manifest in dataset.Dataset(self.layout.data).manifests
+            for entry in manifest.files
+        }
+        entry = dataset.describe_file(self.layout.data, "samples", relative)
+        if relative in named:
+            if named[relative].sha256 != entry.sha256:
+                raise LightningError(
+                    f"Step {step} was trained on other samples than {path} names: the run cannot be continued. "
+                    "Start a new one."
+                )
+            return
+        dataset.commit_manifest(self.layout.data, "trainer", [entry])
+
+    async def _evaluate(self, collector: Collector) -> None:
+        step = self.learner.step
+        if not self._held_out or self.metrics.evaluation(step) is not None:
+            return
+        self._console.rollouts("held-out tasks", len(self._held_out))
+        groups = [
+            Group(f"{self.config.run.name}.val{step:05d}.{number:03d}", task, 1)
+            for number, task in enumerate(self._held_out)
+        ]
+        policy = self.config.policy
+        clock = time.monotonic()
+        collected = await collector.run(
+            groups,
+            split="val",
+            sampling=_sampling(policy.val_sampling or policy.sampling),
+            on_finish=self._console.rollout,
+        )
+        interval = mean_interval(collected.rewards())
+        record = self.metrics.add(
+            "evaluate",
+            step=step,
+            version=self.learner.version,
+            **asdict(interval),
+            seconds=round(time.monotonic() - clock, 3),
+            counters=dict(collected.counters),
+            rollouts=[group.rollout_ids[0] for group in groups],
+        )
+        self._console.evaluation(record)
+
+    def _finish(self, gateway: dict[str, int], collector: dict[str, int]) -> None:
+        tokenizer = load_tokenizer(self.config.policy.model)
+        self.learner.save_pretrained(self.layout.final, tokenizer)
+        self.metrics.add("end", step=self.learner.step, gateway=gateway, collector=collector)
+
+    def before_and_after(self) -> tuple[Interval, Interval] | None:
+        """Held-out reward before the first and after the last step."""
+        first, last = self.metrics.evaluation(0), self.metrics.evaluation(self.learner.step)
+        if first is None or last is None:
+            return None
+        return _interval(first), _interval(last)
+
+
+def _interval(record: dict[str, Any]) -> Interval:
+    return Interval(record["mean"], record["low"], record["high"], record["n"])
+
+
+def _samples_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def _sampling(settings: SamplingConfig) -> dict[str, Any]:
+    values = settings.model_dump()
+    return values if values["top_k"] else {name: value for name, value in values.items() if name != "top_k"}
+
+
+def _mean(values: Any) -> float | None:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _concat(parts: Sequence[Collected]) -> Collected:
+    import pyarrow as pa
+
+    if len(parts) == 1:
+        return parts[0]
+    return Collected(
+        rows={key: row for part in parts for key, row in part.rows.items()},
+        outcomes=[outcome for part in parts for outcome in part.outcomes],
+        transitions=pa.concat_tables([part.transitions for part in parts]),
+        excluded={key: reason for part in parts for key, reason in part.excluded.items()},
+    )

@@ -1,0 +1,111 @@
+"""A run from start to report: its directory, its components, its trainer, and what is said at the end."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from agentlightning.proto.errors import ConfigError, LightningError
+from agentlightning.proto.process import lock_directory
+from agentlightning.trainer.config import TrainConfig
+from agentlightning.trainer.console import Console
+from agentlightning.trainer.launch import Layout, launch
+from agentlightning.trainer.loop import Trainer, build_learner
+from agentlightning.trainer.model import resolve_model
+from agentlightning.trainer.report import write_report
+from agentlightning.trainer.supervisor import Supervisor
+
+__all__ = ["open_run", "train"]
+
+
+def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advice: str = "") -> int:
+    """Run a configuration from start to report.
+
+    Args:
+        resume: go on with the run of that name.
+        advice: printed at the end: what to try next.
+
+    Returns the exit code: 1 if the run stopped for a reason that was printed.
+    Raises ConfigError before anything is started.
+    """
+    config.require("policy.model", "tasks.train")
+    layout = Layout(config.directory)
+    began = time.monotonic()
+    with open_run(config, layout.root, resume=resume), Console() as console, sigterm_interrupts():
+        logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        console.say(f"run {config.run.name}: state, data and results in {layout.root}/")
+        resolve_model(config.policy.model)  # converts a GGUF once, before two processes want it
+        supervisor = Supervisor()
+        trainer = None
+        try:
+            services = launch(config, layout, supervisor, say=console.say)
+            learner = build_learner(config)
+            trainer = Trainer(config, layout, services, learner, console=console, check=supervisor.check)
+            trainer.restore()
+            asyncio.run(trainer.run())
+        except KeyboardInterrupt:
+            console.say("Stopped. The same command with --resume goes on from the last checkpoint.")
+            raise
+        except LightningError as error:
+            console.say(f"The run stopped: {error}")
+            console.say("The same command with --resume goes on from the last checkpoint.")
+            return 1
+        finally:
+            supervisor.stop()
+            if trainer is not None:
+                write_report(config, layout, trainer.metrics, restarts=supervisor.restarts())
+        conclude(trainer, layout, console, seconds=time.monotonic() - began)
+        if advice:
+            console.say(advice)
+    return 0
+
+
+@contextlib.contextmanager
+def open_run(config: TrainConfig, root: Path, *, resume: bool) -> Iterator[None]:
+    """Take a run's directory for this process, and write its resolved configuration."""
+    exists = (root / "config.yaml").exists()
+    if exists and not resume:
+        raise ConfigError(
+            f"{root} holds a run already: go on with it by --resume, or choose another name by run.name=NAME."
+        )
+    if resume and not exists:
+        raise ConfigError(f"There is no run to resume at {root}.")
+    with lock_directory(root, "The run"):
+        (root / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        yield
+
+
+def conclude(trainer: Trainer, layout: Layout, console: Console, *, seconds: float) -> None:
+    """Say what came of the run, and where it lies."""
+    console.say("")
+    ends = trainer.before_and_after()
+    if ends is not None:
+        before, after = ends
+        console.say(f"Held-out reward, mean and 95 % interval:  before {before}   after {after}")
+        if after.low > before.high:
+            console.say("The intervals are apart: the agent has learnt.")
+        else:
+            console.say("The intervals overlap: no clear gain. More steps, or more held-out tasks?")
+    console.say(f"Done in {seconds:.0f} s.")
+    console.say(f"  report       {layout.report}")
+    console.say(f"  model        {layout.final} (transformers loads it)")
+    console.say(f"  transitions  {layout.data} (agl inspect {layout.root})")
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -20,6 +20,7 @@ check: $(INSTALLED)
 	$(BIN)/mypy proto/agentlightning sdk/agentlightning collector/agentlightning gateway/agentlightning controller/agentlightning trainer/agentlightning examples/agentlightning
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/python docs/generate.py --check
 
 unit: $(INSTALLED)
 	$(BIN)/python -m pytest
@@ -42,6 +43,7 @@ lock: $(INSTALLED)
 
 generate: $(INSTALLED)
 	$(BIN)/python proto/generate.py
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

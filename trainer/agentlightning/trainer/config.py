@@ -27,6 +27,7 @@ class RunConfig(Section):
     root: Path = Path("runs")
     """State, data, logs and results go under `root/name/`."""
     seed: int = 0
+    """Of everything random in the trainer: task order, adapters, evaluation tasks."""
 
     @model_validator(mode="after")
     def _valid_name(self) -> Self:
@@ -40,13 +41,17 @@ class AgentConfig(Section):
     evaluator: str | None = None
     """`module:function(task, output) -> float | dict`: the reward, computed where the agent cannot reach."""
     concurrency: int = Field(default=8, ge=1)
+    """Agents that run at once, a process each."""
     timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds an attempt may take; then it is ended with cause `timeout`."""
     env: tuple[str, ...] = ()
     """Names of environment variables that are passed on to the agent."""
     cwd: Path | None = None
+    """Working directory of the agent; null: that of `agl train`."""
     setup: str | None = None
     """`module:function` called in the agent's process before it starts, e.g. `agentlightning.sdk:instrument`."""
     max_attempts: int = Field(default=3, ge=1)
+    """Tries at a rollout when the infrastructure fails; failures of the agent itself are not repeated."""
 
 
 class TasksConfig(Section):
@@ -58,16 +63,21 @@ class TasksConfig(Section):
 
 class SamplingConfig(Section):
     temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = 0
     """0: all tokens."""
     max_tokens: int = Field(default=256, ge=1)
+    """Upper bound of one answer; an agent may ask for less."""
 
 
 class LoraConfig(Section):
     rank: int = Field(default=16, ge=1)
+    """Rank of the adapters (LoRA, Hu et al. 2021)."""
     alpha: float = 32
+    """Their scale is alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
+    """Which layers get adapters, as peft names them."""
 
 
 class PolicyConfig(Section):
@@ -86,13 +96,17 @@ class PolicyConfig(Section):
 
 class EngineConfig(Section):
     kind: Literal["embedded"] = "embedded"
+    """The embedded engine: transformers on this machine."""
     url: str | None = None
     """Address of a running engine; None starts one."""
     token_file: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_batch: int = Field(default=64, ge=1)
+    """Answers that are sampled at once."""
     max_model_len: int = Field(default=2048, ge=16)
+    """Tokens of prompt and answer together."""
     threads: int | None = None
+    """CPU threads; null: all cores."""
 
 
 class CollectorConfig(Section):
@@ -122,21 +136,34 @@ class ControllerConfig(Section):
 
 class LossConfig(Section):
     kind: Literal["ppo", "reinforce", "gspo", "cispo"] = "ppo"
+    """Clipped surrogate, plain REINFORCE, sequence ratio, or clipped weights."""
     clip_low: float = 0.2
+    """The ratio is clipped at 1 − this."""
     clip_high: float = 0.28
+    """The ratio is clipped at 1 + this."""
     dual_clip: float | None = 3.0
+    """Bound of the ratio where the advantage is negative; null switches it off."""
     tis_cap: float | None = 2.0
     """Truncated importance sampling of each token against the sampler; None switches it off."""
     veto: float | None = 1e-4
+    """A sample with any token whose ratio to the sampler is below this is left out, and counted."""
     entropy_bonus: float = 0.0
+    """Weight of the entropy estimate."""
 
 
 class AlgorithmConfig(Section):
     credit: Literal["final", "last", "per_call", "per_agent"] = "final"
+    """How a reward is given to the calls of its rollout."""
     gamma: float = Field(default=1.0, ge=0, le=1)
-    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce", "reinforce++-baseline"] = "dr_grpo"
+    """Discount from call to call, with credit=per_call."""
+    advantage: Literal["dr_grpo", "grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline"] = (
+        "dr_grpo"
+    )
+    """Over the rollouts of a group."""
     aggregation: Literal["rollout-mean", "token-mean", "sample-mean", "constant"] = "rollout-mean"
+    """What the sum over sampled tokens is divided by."""
     constant_length: int | None = None
+    """Tokens, with aggregation=constant."""
     scored_causes: tuple[Literal["agent_error", "timeout", "context_overflow"], ...] = ()
     """Failures of the policy that count as rollouts with reward 0; infrastructure failures never do."""
     agents: tuple[str, ...] | None = None
@@ -154,22 +181,33 @@ class AlgorithmConfig(Section):
 
 class TrainSection(Section):
     steps: int = Field(default=10, ge=0)
+    """Optimiser steps; each is followed by a publish."""
     groups_per_step: int = Field(default=8, ge=1)
+    """Tasks in a step."""
     group_size: int = Field(default=8, ge=2)
+    """Rollouts of each task, compared with each other."""
     learning_rate: float = Field(default=1e-5, gt=0)
+    """Of AdamW. LoRA wants some 5e-4."""
     weight_decay: float = 0.0
+    """Of AdamW."""
     warmup_steps: int = 0
+    """Steps over which the learning rate rises to its value."""
     max_grad_norm: float = Field(default=1.0, gt=0)
+    """The gradient is scaled down to this norm."""
     minibatches: int = Field(default=1, ge=1)
+    """Optimiser updates that a step is split into."""
     epochs: int = Field(default=1, ge=1)
+    """Passes over a step."""
     max_tokens: int = Field(default=4096, ge=64)
     """Tokens in one forward pass; shared prefixes count once."""
     gradient_checkpointing: bool = False
+    """Recompute activations: less memory, more time."""
     refill_rounds: int = Field(default=1, ge=0)
     """How often groups without variance, or lost to infrastructure, are replaced within a step."""
     rollout_deadline_s: float = Field(default=1800.0, gt=0)
     """A step whose rollouts are not finished by then ends the run with an error that says which."""
     seal_timeout_s: float = Field(default=30.0, gt=0)
+    """Seconds to wait for a missing call before its rollout is left out."""
 
 
 class EvaluateConfig(Section):
@@ -181,7 +219,9 @@ class EvaluateConfig(Section):
 
 class CheckpointConfig(Section):
     every: int = Field(default=1, ge=1)
+    """Steps; what was trained since is done again on resume, from the same rollouts."""
     keep: int = Field(default=2, ge=1)
+    """The newest so many stay on disk."""
 
 
 class TrainConfig(Section):

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from agentlightning.proto import dataset
@@ -71,6 +72,7 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
         constant_length=algorithm.constant_length,
         dtype=config.policy.dtype,
         seed=config.run.seed,
+        whiten=algorithm.advantage == "reinforce++",
         lora=LoraSettings(rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
         if lora
         else None,
@@ -103,7 +105,7 @@ def score_transitions(config: TrainConfig, collected: Collected) -> tuple[Sample
         exclude=collected.excluded,
     )
     scored = score(
-        samples.samples,
+        samples,
         collected.outcomes,
         credit=CreditSettings(mode=config.algorithm.credit, gamma=config.algorithm.gamma),
         advantage=AdvantageSettings(
@@ -251,7 +253,10 @@ class Trainer:
             seconds={name: round(value, 3) for name, value in seconds.items()},
             update=result.metrics,
             breaks=dict(batch.samples.breaks),
-            tokens={"trained": batch.samples.tokens_trained, "left_out": dict(batch.samples.tokens_left_out)},
+            tokens={
+                "trained": sum(sample.trained for sample in batch.scored.samples),
+                "left_out": dict(batch.samples.tokens_left_out + batch.scored.tokens_left_out),
+            },
             counters=dict(batch.counters),
             probe=asdict(published.verdict) if published else None,
             held_seconds=round(published.held_seconds, 3) if published else 0.0,
@@ -264,7 +269,7 @@ class Trainer:
         parts: list[Collected] = []
         sampled, wanted = 0, train.groups_per_step
         counters = Counter[str]()
-        seconds = Counter[str]()
+        seconds: dict[str, float] = {"merge": 0.0}
         for round_ in range(1 + train.refill_rounds):
             groups = [
                 Group(f"{self.config.run.name}.{step:05d}.{round_}.{number:03d}", task, train.group_size)
@@ -280,7 +285,8 @@ class Trainer:
             )
             parts.append(collected)
             counters.update(collected.counters)
-            seconds.update(collected.seconds)
+            for name, value in collected.seconds.items():
+                seconds[name] = seconds.get(name, 0.0) + value
             clock = time.monotonic()
             everything = _concat(parts)
             samples, scored = await asyncio.to_thread(score_transitions, self.config, everything)
@@ -292,7 +298,7 @@ class Trainer:
         counters.update(samples.calls_left_out)
         counters.update(scored.refused_rollouts)
         rewards = {o.rollout_id: o.reward for o in everything.outcomes if o.reward is not None}
-        return Batch(scored, samples, rewards, sampled, informative, +counters, dict(seconds))
+        return Batch(scored, samples, rewards, sampled, informative, +counters, seconds)
 
     def _next_tasks(self, count: int) -> list[Task]:
         order: Iterator[Task] = task_order(self._tasks, seed=self.config.run.seed)
@@ -402,8 +408,6 @@ def _mean(values: Any) -> float | None:
 
 
 def _concat(parts: Sequence[Collected]) -> Collected:
-    import pyarrow as pa
-
     if len(parts) == 1:
         return parts[0]
     return Collected(

@@ -157,12 +157,13 @@ class Collector:
             while pending:
                 self._check()
                 with contextlib.suppress(TimeoutError):
-                    row = await asyncio.wait_for(ended.get(), timeout=1.0)
-                    if row is None:
+                    async with asyncio.timeout(1.0):
+                        reported = await ended.get()
+                    if reported is None:
                         await follower  # raises what ended it
                     else:
-                        self._cursor = max(self._cursor, row["change"])
-                        settle(row)
+                        self._cursor = max(self._cursor, reported["change"])
+                        settle(reported)
                 if pending and asyncio.get_running_loop().time() > deadline:
                     raise DeadlineExceeded(await self._who_is_late(sorted(pending)))
         finally:

@@ -1,0 +1,147 @@
+"""Write `docs/configuration.md` and `docs/data.md`'s tables from the code, or check that they are current.
+
+python docs/generate.py            # write
+python docs/generate.py --check    # exit 1 if a page differs
+"""
+
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pyarrow as pa
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from agentlightning.proto.schemas import TABLES
+from agentlightning.trainer.config import TrainConfig
+
+HERE = Path(__file__).parent
+
+CONFIGURATION = """\
+# Configuration
+
+`agl train CONFIG.yaml [section.key=value …]` reads one YAML file. Every setting has a default; an unknown key, or
+a value that cannot be honoured, is an error before anything starts. Overrides are written with dots:
+`train.steps=20`, `policy.lora.rank=8`, `evaluate.tasks=0`. The resolved configuration of a run is in
+`runs/NAME/config.yaml`, and can be used again.
+
+This page is generated from `trainer/agentlightning/trainer/config.py`.
+"""
+
+DATA = """\
+# The data set
+
+A data set is a folder of four tables in Parquet (zstd) and the manifests that name their files:
+
+```
+data/
+  transitions/*.parquet  rollouts/*.parquet  spans/*.parquet  samples/*.parquet
+  manifests/00000001.json …
+```
+
+Files appear whole, and never change. Only what a manifest names exists: a file that a crash left behind is named by
+none. When a span arrives after its attempt was written, the attempt is written again, whole, as a new generation;
+`agentlightning.proto.dataset.open_dataset()` returns the newest one only. Other readers see every generation: they
+should read the files that `open_dataset(...).files(table)` lists, or accept such repetitions, which the counter
+`late` tells of.
+
+Token lists are null, not empty, where they are unknown. Times are UTC.
+
+This page's tables are generated from `proto/agentlightning/proto/schemas.py`; `agl inspect DATA` prints a summary,
+`agl inspect DATA --rollout ID` a conversation.
+"""
+
+ABOUT = {
+    "transitions": "One row per model call: state, action, reward.",
+    "rollouts": "One row per attempt at a rollout.",
+    "spans": "Everything as received: `agl convert data/ --out again/` derives the other tables from it again.",
+    "samples": "What the optimiser saw, written by the trainer: calls whose tokens continue each other, merged.",
+}
+
+
+def configuration() -> str:
+    parts = [CONFIGURATION]
+    for name, field in TrainConfig.model_fields.items():
+        parts.append(f"\n## `{name}`\n\n| setting | default | |\n|---|---|---|\n")
+        parts.extend(_rows(name, field))
+    return "".join(parts)
+
+
+def _rows(prefix: str, field: FieldInfo) -> list[str]:
+    model = _model(field)
+    if model is None:
+        default = "" if field.is_required() else f"`{_default(field.get_default(call_default_factory=True))}`"
+        return [f"| `{prefix}` | {default} | {_words(field)} |\n"]
+    rows = []
+    if field.description:
+        rows.append(f"| `{prefix}` | `{_default(field.default)}` | {_words(field)} |\n")
+    for name, inner in model.model_fields.items():
+        rows.extend(_rows(f"{prefix}.{name}", inner))
+    return rows
+
+
+def _words(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split()).replace("|", "\\|")
+
+
+def _model(field: FieldInfo) -> type[BaseModel] | None:
+    candidates = [field.annotation, *get_args(field.annotation)]
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def _default(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value) or '""'
+
+
+def data() -> str:
+    parts = [DATA]
+    for name, schema in TABLES.items():
+        parts.append(f"\n## {name}\n\n{ABOUT[name]}\n\n| column | type | |\n|---|---|---|\n")
+        comments = _comments(schema)
+        for field in schema:
+            parts.append(
+                f"| `{field.name}` | {_type(field.type)} | {comments.get((name, field.name), '')} |\n"
+            )
+    return "".join(parts)
+
+
+def _type(kind: pa.DataType) -> str:
+    return str(kind).replace("item: ", "").replace(" not null", "")
+
+
+def _comments(schema: pa.Schema) -> dict[tuple[str, str], str]:
+    """The comments that stand behind the fields in the schema's source."""
+    import agentlightning.proto.schemas as source
+
+    text = Path(source.__file__).read_text()
+    comments = {}
+    table = ""
+    for line in text.splitlines():
+        if ": Final = pa.schema(" in line:
+            table = line.split(":")[0].lower()
+        elif "pa.field(" in line and "#" in line and table:
+            column = line.split('"')[1]
+            comments[table, column] = line.split("#", 1)[1].strip().replace("|", "or")
+    return comments
+
+
+def main() -> int:
+    pages = {HERE / "configuration.md": configuration(), HERE / "data.md": data()}
+    if sys.argv[1:] != ["--check"]:
+        for path, text in pages.items():
+            path.write_text(text)
+        return 0
+    stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path} is not current: run `python docs/generate.py`.", file=sys.stderr)
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

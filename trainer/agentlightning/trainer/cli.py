@@ -1,6 +1,7 @@
 """`agl train`: train an agent's model, online or from Parquet."""
 
 import argparse
+import os
 from pathlib import Path
 
 from agentlightning.proto.process import run_main
@@ -45,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
         config = load_config(options.config, options.overrides)
         # Heavy imports wait until the configuration is known to be good.
+        # Waiting threads must not spin: agents and engine need the same cores (torch reads this at import).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         if options.offline is not None:
             from agentlightning.trainer.offline import train_offline
 

@@ -146,7 +146,7 @@ def _engine(config: TrainConfig, layout: Layout, supervisor: Supervisor, token_f
     def command() -> list[str]:
         options: dict[str, Any] = {
             "--model": config.policy.model,
-            "--served-name": config.policy.name,
+            "--name": config.policy.name,
             "--dtype": config.engine.dtype,
             "--max-batch": config.engine.max_batch,
             "--max-model-len": config.engine.max_model_len,
@@ -158,7 +158,7 @@ def _engine(config: TrainConfig, layout: Layout, supervisor: Supervisor, token_f
         if layout.current_weights.exists():  # an engine that died serves again what it served
             current = json.loads(layout.current_weights.read_text())
             options |= {"--load-weights": current["path"], "--version": current["version"]}
-        return ["-m", "agentlightning.trainer.engine.cli", *_flags(options)]
+        return ["-m", "agentlightning.cli", "engine", *_flags(options)]
 
     return supervisor.start("engine", command, log=layout.log("engine"), ready=layout.ready("engine"))
 
@@ -172,7 +172,7 @@ def _collector(layout: Layout, supervisor: Supervisor, token_file: Path) -> Chil
         "--token-file": token_file,
         "--ready-file": layout.ready("collector"),
     }
-    command = ["-m", "agentlightning.collector.cli", *_flags(options)]
+    command = ["-m", "agentlightning.cli", "collector", *_flags(options)]
     return supervisor.start(
         "collector", lambda: command, log=layout.log("collector"), ready=layout.ready("collector")
     )
@@ -189,7 +189,7 @@ def _gateway(
         "--token-file": tokens,
         "--ready-file": layout.ready("gateway"),
     }
-    command = ["-m", "agentlightning.gateway.cli", *_flags(options)]
+    command = ["-m", "agentlightning.cli", "gateway", *_flags(options)]
     return supervisor.start(
         "gateway", lambda: command, log=layout.log("gateway"), ready=layout.ready("gateway")
     )
@@ -218,7 +218,7 @@ def _controller(
         "--token-file": token_file,
         "--ready-file": layout.ready("controller"),
     }
-    command = ["-m", "agentlightning.controller.cli", *_flags(options)]
+    command = ["-m", "agentlightning.cli", "controller", *_flags(options)]
     for name in agent.env:
         command += ["--env", name]
     return supervisor.start(

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.resources
+import os
 from pathlib import Path
 
 from agentlightning.proto.errors import ConfigError
@@ -47,6 +48,8 @@ def main(argv: list[str] | None = None) -> int:
             config = load_config(path, options.overrides)
             name = options.name or _name(config.run.root, resume=options.resume)
             config = load_config(path, [*options.overrides, f"run.name={name}", f"run.seed={options.seed}"])
+        # Waiting threads must not spin: agents and engine need the same cores (torch reads this at import).
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from agentlightning.trainer.run import train
 
         advice = ADVICE.format(root=config.directory)

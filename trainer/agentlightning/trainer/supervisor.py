@@ -60,6 +60,7 @@ class Supervisor:
         self._environment = {**os.environ, **(environment or {}), PARENT_VARIABLE: str(os.getpid())}
         self._commands: queue.Queue[tuple[Child, Future[None]]] = queue.Queue()
         self._stopping = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="supervisor", daemon=True)
         self._thread.start()
 
@@ -103,7 +104,6 @@ class Supervisor:
     def stop(self) -> None:
         """End all children, the last started first, gracefully while that works."""
         self._stopping.set()
-        self._thread.join(5)
         for child in reversed(self.children.values()):
             process = child.process
             if process is None or process.poll() is not None:
@@ -115,6 +115,7 @@ class Supervisor:
                 logger.warning("The %s did not stop within %.0f s: killed.", child.name, STOP_GRACE)
                 process.kill()
                 process.wait()
+        self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopping.is_set():
@@ -126,7 +127,9 @@ class Supervisor:
                 except OSError as error:
                     started.set_exception(ChildFailed(f"The {child.name} cannot be started: {error}."))
             for child in list(self.children.values()):
-                self._revive(child)
+                if not self._stopping.is_set():
+                    self._revive(child)
+        self._stopped.wait()  # the children would be told to end as soon as this thread does
 
     def _revive(self, child: Child) -> None:
         process = child.process

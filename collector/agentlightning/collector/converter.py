@@ -1,0 +1,427 @@
+"""The converter: tails the journal, and writes each attempt to the data set when it is whole.
+
+    python -m agentlightning.collector.converter --data DIR --state DIR --link-fd N
+
+The one idea: a manifest says how far the journal was read (`high`), and from where it must be read
+again after a crash (`low`, the first record of an attempt that is not written yet). An attempt that a
+manifest holds contains all of its spans below that manifest's `high`. So reading again from `low` gives
+every span to its attempt exactly once, whenever the process was killed.
+"""
+
+import argparse
+import logging
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import orjson
+
+from agentlightning.collector.assemble import Assembled, assemble
+from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, decode
+from agentlightning.collector.otlp import Span
+from agentlightning.collector.records import JournalReader, Kind, Record
+from agentlightning.collector.supervise import Link
+from agentlightning.collector.tables import spans_from_table, tables
+from agentlightning.proto.dataset import (
+    MANIFESTS,
+    AttemptEntry,
+    Dataset,
+    commit_manifest,
+    write_files,
+)
+from agentlightning.proto.process import die_with_parent, lock_directory, run_main, setup_logging
+from agentlightning.proto.schemas import TABLES
+
+__all__ = ["Converter", "main"]
+
+log = logging.getLogger(__name__)
+
+WRITER: Final = "collector"
+READ_BYTES: Final = 8 << 20
+"""Read this much before looking what is ready."""
+COMMIT_BYTES: Final = 64 << 20
+"""Of bodies in one commit: bounds memory when much is ready at once."""
+TRIM_BYTES: Final = 64 << 20
+"""A commit without attempts is made when the journal could be cut by this much."""
+PROGRESS_SECONDS: Final = 1.0
+TICK_SECONDS: Final = 0.25
+RETRY_SECONDS: Final = 1.0
+_LEFTOVER: Final = re.compile(r"c(\d{8})-[0-9a-f]{16}\.parquet")
+_FIDELITY: Final = ("duplicate", "late", "orphan", "unparsed", "dropped_attributes")
+
+
+class Receiver(Protocol):
+    """Who is told what has been done; `supervise.Link` is one."""
+
+    def send(self, message: dict[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """An attempt in the data set."""
+
+    generation: int
+    high: int
+    """All of its spans below this position are in it."""
+    calls_stored: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An attempt that is about to be written."""
+
+    attempt: OpenAttempt
+    rows: Assembled
+    counters: Counter[str]
+    """What it adds to the data set's."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its attributes, about."""
+        values = (value for span in self.rows.spans for value in span.attributes.values())
+        return sum(len(value) for value in values if isinstance(value, str | bytes))
+
+
+class Converter:
+    """The work of the process, without its life: `step` again and again."""
+
+    def __init__(self, data: Path, reader: JournalReader, link: Receiver, *, idle_timeout: float = 300.0):
+        (data / MANIFESTS).mkdir(parents=True, exist_ok=True)
+        self.data = data
+        self.position = 0
+        """How far the journal has been read."""
+        self.totals: Counter[str] = Counter()
+        """Counters since the process began."""
+        self._reader = reader
+        self._link = link
+        self._open = OpenAttempts(reader, idle_timeout)
+        self._dataset = Dataset(data)
+        self._written: dict[Key, _Written] = {}
+        self._counted = 0
+        """Below this position, what was counted is in a manifest."""
+        self._low = 0
+        self._commit = 0
+        self._counters: Counter[str] = Counter()
+        """Not in a manifest yet."""
+        self._recover()
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether everything that is committed has been read."""
+        return self.position >= self._reader.committed()
+
+    @property
+    def open_attempts(self) -> int:
+        return len(self._open)
+
+    def step(self, now: float | None = None) -> bool:
+        """Read some, write what is ready; whether anything was read or written."""
+        began = self.position
+        self._read()
+        ready = list(self._open.ready(time.time() if now is None else now, caught_up=self.caught_up))
+        self._write(ready)
+        if not ready and self._open.low(self.position) - self._low >= TRIM_BYTES:
+            self._put([])
+        self._report_pending()
+        return bool(ready) or self.position > began
+
+    def progress(self) -> dict[str, Any]:
+        """What the receiver shows."""
+        return {
+            "type": "progress",
+            "read": self.position,
+            "open_attempts": len(self._open),
+            "counters": dict(self.totals + self._counters),
+        }
+
+    # ---- reading ----
+
+    def _recover(self) -> None:
+        """Go on where the newest manifest of this journal says."""
+        for manifest in self._dataset.manifests:
+            journal = manifest.journal
+            if manifest.writer == WRITER:
+                self._commit = max(self._commit, int(journal["commit"]))
+            ours = manifest.writer == WRITER and journal["id"] == self._reader.id
+            if ours:
+                self._low, self._counted = int(journal["low"]), int(journal["high"])
+            for entry in manifest.attempts:
+                self._remember(entry, int(journal["high"]) if ours else 0)
+        self.position = self._low
+        for table in TABLES:
+            for path in (self.data / table).glob("c*.parquet"):
+                match = _LEFTOVER.fullmatch(path.name)
+                if match and int(match[1]) > self._commit:
+                    path.unlink()  # of a commit that did not come to its manifest
+
+    def _remember(self, entry: AttemptEntry, high: int) -> None:
+        written = _Written(entry.generation, high, entry.calls_stored)
+        self._written[entry.rollout_id, entry.attempt] = written
+
+    def _read(self) -> None:
+        budget = READ_BYTES
+        for record in self._reader.read_from(self.position):
+            self._take(record)
+            self.position = record.end
+            budget -= len(record.body)
+            if budget <= 0:
+                break
+
+    def _take(self, record: Record) -> None:
+        # What was counted once is not counted again when it is read again.
+        counters = self._counters if record.position >= self._counted else Counter()
+        if record.kind == Kind.QUARANTINED:
+            counters["journal_quarantined"] += 1
+            return
+        if record.kind == Kind.SEAL:
+            self._take_seals(record, counters)
+            return
+        try:
+            spans = decode(record, counters)
+        except ValueError as error:
+            counters["undecodable"] += 1
+            log.error("The journal's record at %d is left out: %s.", record.position, error)
+            return
+        share = len(record.body) // max(1, len(spans))
+        counters["records"] += 1
+        counters["spans"] += len(spans)
+        for span in spans:
+            if not span.rollout_id:  # a log record outside of every rollout and trace
+                counters["unattributed"] += 1
+                continue
+            written = self._written.get(span.key)
+            if written is None or record.position >= written.high:
+                self._open.add(self._attempt(span.key, record), span, record, share)
+
+    def _attempt(self, key: Key, record: Record) -> OpenAttempt:
+        attempt = self._open.by_key.get(key)
+        if attempt is None:
+            written = self._written.get(key)
+            attempt = OpenAttempt(key, record.position, last_seen=record.time_ns / 1e9)
+            if written is not None:
+                attempt.generation = written.generation + 1
+                attempt.stored_earlier = written.calls_stored
+                for span in self._earlier(key):
+                    attempt.note(span)
+            self._open.by_key[key] = attempt
+        return attempt
+
+    def _take_seals(self, record: Record, counters: Counter[str]) -> None:
+        try:
+            wanted = [
+                ((str(item["rollout_id"]), int(item["attempt"])), item.get("calls_expected"))
+                for item in orjson.loads(record.body)["attempts"]
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            counters["undecodable"] += 1
+            log.error("The seal at %d is left out: %r.", record.position, error)
+            return
+        for key, expected in wanted:
+            written = self._written.get(key)
+            satisfied = written is not None and (expected is None or written.calls_stored >= expected)
+            if key not in self._open.by_key and satisfied:
+                continue
+            attempt = self._attempt(key, record)
+            attempt.seal = Seal(expected, record.time_ns / 1e9)
+            attempt.reported = None
+
+    # ---- writing ----
+
+    def _write(self, ready: Sequence[tuple[OpenAttempt, bool]]) -> None:
+        """Commit attempts, as many at a time as fit in memory."""
+        batch: list[_Made] = []
+        size = 0
+        for attempt, truncated in ready:
+            made = self._assemble(attempt)
+            if made is None:
+                self._open.close(attempt)
+                continue
+            if truncated:
+                made.counters["truncated"] += 1
+                log.warning("Attempt %s/%d was idle for too long; it is written as it is.", *attempt.key)
+            batch.append(made)
+            size += made.size
+            if size >= COMMIT_BYTES:
+                self._put(batch)
+                batch, size = [], 0
+        if batch:
+            self._put(batch)
+
+    def _assemble(self, attempt: OpenAttempt) -> _Made | None:
+        """The attempt's rows; None if there is nothing to write."""
+        rollout_id, number = attempt.key
+        expected = attempt.seal.calls_expected if attempt.seal is not None else None
+        spans = self._open.load(attempt)
+        if attempt.generation > 0:
+            return self._next_generation(attempt, spans, expected)
+        if not spans and expected:
+            log.warning("A seal of %s/%d expected %d calls; none ever came.", rollout_id, number, expected)
+            self._counters["seal_abandoned"] += 1
+            return None
+        rows = assemble(rollout_id, number, spans, calls_expected=expected)
+        counters = Counter(rows.counters)
+        counters["calls"] += len(rows.transitions)
+        return _Made(attempt, rows, counters)
+
+    def _next_generation(self, attempt: OpenAttempt, news: list[Span], expected: int | None) -> _Made | None:
+        """Late spans and what was there, written again as one."""
+        rollout_id, number = attempt.key
+        before = assemble(rollout_id, number, self._earlier(attempt.key))
+        row = self._row(attempt.key)
+        merged = assemble(rollout_id, number, [*before.spans, *news])
+        late = len(merged.spans) - len(before.spans)
+        copies = len(news) - late
+        if late == 0:
+            self._counters["duplicate"] += copies
+            return None
+        duplicate_before, late_before = int(row.get("duplicate") or 0), int(row.get("late") or 0)
+        rows = assemble(
+            rollout_id,
+            number,
+            merged.spans,
+            calls_expected=row.get("calls_expected") if expected is None else expected,
+            duplicate=duplicate_before + copies,
+            late=late_before + late,
+        )
+        log.info("%d late spans make generation %d of %s/%d.", late, attempt.generation, rollout_id, number)
+        counters = Counter(rows.counters)
+        counters.subtract(before.counters)
+        counters.subtract({"duplicate": duplicate_before, "late": late_before})
+        counters["generations"] += 1
+        counters["calls"] += len(rows.transitions) - len(before.transitions)
+        return _Made(attempt, rows, counters)
+
+    def _put(self, batch: Sequence[_Made]) -> None:
+        """One commit: files, then the manifest that makes them exist. Nothing changes here if it fails."""
+        writing = {made.attempt.key for made in batch}
+        low = min((open.low for open in self._open if open.key not in writing), default=self.position)
+        counters = Counter(self._counters)
+        for made in batch:
+            counters.update(made.counters)
+        entries = [
+            AttemptEntry(
+                rows.rollout_id, rows.attempt, rows.run_id, rows.calls_stored, made.attempt.generation
+            )
+            for made in batch
+            for rows in (made.rows,)
+        ]
+        journal = {
+            "id": self._reader.id,
+            "low": low,
+            "high": self.position,
+            "commit": self._commit + 1,
+            "counters": {name: count for name, count in sorted(counters.items()) if count},
+        }
+        name = f"c{self._commit + 1:08d}-{self.position:016x}"
+        files = write_files(self.data, name, tables([made.rows for made in batch])) if batch else ()
+        manifest = commit_manifest(self.data, WRITER, files, attempts=entries, journal=journal)
+        self._commit, self._low, self._counted = self._commit + 1, low, self.position
+        self.totals.update(counters)
+        self._counters.clear()
+        for made, entry in zip(batch, entries, strict=True):
+            self._open.close(made.attempt)
+            self._remember(entry, self.position)
+        self._link.send({"type": "commit", "manifest": manifest.number})
+
+    def _earlier(self, key: Key) -> list[Span]:
+        """The spans of an attempt that the data set holds."""
+        self._dataset.refresh()
+        table = self._dataset.table("spans", attempts=[key])
+        return list(spans_from_table(table, Counter()))
+
+    def _row(self, key: Key) -> dict[str, Any]:
+        rows = self._dataset.table("rollouts", attempts=[key], columns=[*_FIDELITY, "calls_expected"])
+        return rows.to_pylist()[-1] if len(rows) else {}
+
+    def _report_pending(self) -> None:
+        """Say once what a seal waits for, and again when its numbers change."""
+        pending = []
+        for attempt in self._open:
+            if attempt.seal is None or attempt.seal.calls_expected is None:
+                continue
+            expected, stored = attempt.seal.calls_expected, self._open.stored(attempt)
+            if attempt.reported == (expected, stored):
+                continue
+            attempt.reported = (expected, stored)
+            if stored < expected:
+                reason = f"{expected - stored} of {expected} calls have not arrived."
+            else:
+                reason = "The gateway has not said yet how the attempt ended."
+            pending.append(
+                {
+                    "rollout_id": attempt.key[0],
+                    "attempt": attempt.key[1],
+                    "calls_expected": expected,
+                    "calls_stored": stored,
+                    "reason": reason,
+                }
+            )
+        if pending:
+            self._link.send({"type": "pending", "attempts": pending})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The process. Returns its exit code."""
+    return run_main(lambda: _main(argv))
+
+
+def _main(argv: list[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m agentlightning.collector.converter",
+        description="The collector's second process: journal to data set. `agl collector` starts it.",
+    )
+    parser.add_argument("--data", type=Path, required=True, help="the data set's directory")
+    parser.add_argument("--state", type=Path, required=True, help="the collector's state, with its journal")
+    parser.add_argument("--link-fd", type=int, required=True, help="socket to the receiver")
+    parser.add_argument(
+        "--idle-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="write an attempt after S quiet seconds (default 300)",
+    )
+    parser.add_argument("--log-level", default="info")
+    arguments = parser.parse_args(argv)
+    die_with_parent()
+    setup_logging("converter", arguments.log_level)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the receiver, which closes the link
+    stopping: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
+    link = Link(arguments.link_fd)
+    with lock_directory(arguments.state / "converter", "The converter's state"):
+        reader = JournalReader(arguments.state / "journal")
+        converter = Converter(arguments.data, reader, link, idle_timeout=arguments.idle_timeout)
+        _run(converter, link, stopping)
+    return 0
+
+
+def _run(converter: Converter, link: Link, stopping: list[int]) -> None:
+    link.send(converter.progress())  # ready
+    told = time.monotonic()
+    busy = True
+    while True:
+        wait = 0.0 if busy or not converter.caught_up else TICK_SECONDS
+        alive = link.wait(wait) and not stopping
+        try:
+            busy = converter.step()
+        except OSError as error:
+            # A full disk: the journal keeps everything meanwhile.
+            log.error("The data set at %s cannot be written: %s. Trying again.", converter.data, error)
+            busy = False
+            if alive:
+                time.sleep(RETRY_SECONDS)
+        if busy and time.monotonic() - told >= PROGRESS_SECONDS:
+            link.send(converter.progress())
+            told = time.monotonic()
+        if not alive and (converter.caught_up or stopping):
+            link.send(converter.progress())
+            return
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

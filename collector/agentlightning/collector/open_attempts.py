@@ -1,0 +1,228 @@
+"""Attempts that are not in the data set yet: what is known of them, and when they are ready.
+
+The journal has their spans; here stand the positions, and while memory allows the decoded spans. Beyond
+the limit the largest attempts keep their positions alone, and are read again when they are written.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import orjson
+
+from agentlightning.collector import assemble
+from agentlightning.collector.calls import is_gateway_call, ledger_key
+from agentlightning.collector.otlp import (
+    Span,
+    decode_logs,
+    decode_logs_json,
+    decode_traces,
+    decode_traces_json,
+)
+from agentlightning.collector.records import JournalReader, Kind, Record
+from agentlightning.proto.attributes import CALLS_EXPECTED, ROLLOUT_SPAN_NAME
+
+__all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "decode"]
+
+Key = tuple[str, int]  # rollout id, attempt
+
+MEMORY_BYTES: Final = 48 << 20
+"""Of bodies whose decoded spans are kept; they take about three times as much."""
+QUIET_SECONDS: Final = 2.0
+"""An attempt that looks complete is written without a seal after this time without news."""
+LATE_SECONDS: Final = 1.0
+"""Late spans of one attempt are collected this long before its next generation is written."""
+ROLLOUT_SPAN_SECONDS: Final = 2.0
+"""A seal whose calls are all in waits this long for the gateway's word on how the attempt ended."""
+
+
+@dataclass(slots=True)
+class Seal:
+    """The trainer's wish to have an attempt."""
+
+    calls_expected: int | None
+    time: float
+    """Unix time at which the receiver accepted it."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenAttempt:
+    """One attempt that has news."""
+
+    key: Key
+    low: int
+    """Position of its first record: the journal must be kept from there."""
+    generation: int = 0
+    positions: list[int] = field(default_factory=list)
+    spans: list[Span] | None = field(default_factory=list)
+    """None: read again from `positions`."""
+    size: int = 0
+    last_seen: float = 0.0
+    seal: Seal | None = None
+    ledger: set[str] = field(default_factory=set)
+    """Calls that the gateway's ledger counts too, those of earlier generations included."""
+    through_gateway: bool = False
+    is_trace: bool = False
+    """The attempt is a trace that belongs to no rollout."""
+    root: bool = False
+    """A span that stands for the whole attempt is in."""
+    ended: bool = False
+    """The gateway has said how the attempt ended."""
+    calls_expected: int | None = None
+    """From the gateway's rollout span."""
+    stored_earlier: int = 0
+    """Calls of the generation before."""
+    count: int = 0
+    """Spans so far."""
+    checked: int = -1
+    """`count` when completeness was last looked at."""
+    stored: tuple[int, int] = (-1, 0)
+    """`count` when calls were last counted, and how many there were."""
+    reported: tuple[int, int] | None = None
+    """What was last said about a seal that waits: calls expected, calls stored."""
+
+    def add(self, span: Span, record: Record, share: int) -> None:
+        """One more span, of a record."""
+        if not self.positions or self.positions[-1] != record.position:
+            self.positions.append(record.position)
+        self.last_seen = max(self.last_seen, record.time_ns / 1e9)
+        self.count += 1
+        if self.spans is not None:
+            self.spans.append(span)
+            self.size += share
+        self.note(span)
+
+    def note(self, span: Span) -> None:
+        """Learn what decides when the attempt is ready."""
+        key = ledger_key(span)
+        if key is not None:
+            self.ledger.add(key)
+            self.through_gateway = True
+        elif is_gateway_call(span):
+            self.through_gateway = True
+        if span.name == ROLLOUT_SPAN_NAME:
+            self.root = True
+            if assemble.is_rollout_span(span):
+                self.ended = True
+                expected = span.attributes.get(CALLS_EXPECTED)
+                self.calls_expected = expected if isinstance(expected, int) else None
+        elif span.trace_id == self.key[0]:
+            self.is_trace = True
+            self.root = self.root or (span.parent_span_id is None and span.signal == "span")
+
+
+class OpenAttempts:
+    """All of them, within a limit of memory."""
+
+    def __init__(self, reader: JournalReader, idle_timeout: float) -> None:
+        self.by_key: dict[Key, OpenAttempt] = {}
+        self._reader = reader
+        self._idle_timeout = idle_timeout
+        self._size = 0
+        self._began = time.time()
+        self._again: tuple[int, list[Span]] = (-1, [])  # the record that was last decoded again
+
+    def __len__(self) -> int:
+        return len(self.by_key)
+
+    def __iter__(self) -> Iterator[OpenAttempt]:
+        return iter(self.by_key.values())
+
+    def low(self, default: int) -> int:
+        """The lowest position that is still needed."""
+        return min((attempt.low for attempt in self), default=default)
+
+    def add(self, attempt: OpenAttempt, span: Span, record: Record, share: int) -> None:
+        """Give a span to its attempt."""
+        before = attempt.size
+        attempt.add(span, record, share)
+        self._size += attempt.size - before
+        if self._size > MEMORY_BYTES:
+            self._forget_largest()
+
+    def close(self, attempt: OpenAttempt) -> None:
+        """It is in the data set."""
+        self._size -= attempt.size
+        del self.by_key[attempt.key]
+
+    def load(self, attempt: OpenAttempt) -> list[Span]:
+        """Its spans, read again if they were forgotten."""
+        if attempt.spans is not None:
+            return attempt.spans
+        spans: list[Span] = []
+        for position in attempt.positions:
+            if self._again[0] != position:
+                record = self._reader.read_at(position)
+                self._again = (position, decode(record, Counter()))  # was counted the first time
+            spans.extend(span for span in self._again[1] if span.key == attempt.key)
+        return spans
+
+    def stored(self, attempt: OpenAttempt) -> int:
+        """Its calls, counted as the gateway's ledger counts them."""
+        if attempt.through_gateway:
+            return len(attempt.ledger)
+        if attempt.stored[0] != attempt.count:
+            stored = attempt.stored_earlier + assemble.calls_stored(self.load(attempt))
+            attempt.stored = (attempt.count, stored)
+        return attempt.stored[1]
+
+    def ready(self, now: float, *, caught_up: bool) -> Iterator[tuple[OpenAttempt, bool]]:
+        """The attempts to write now, and whether each is truncated: nobody has said that it is whole.
+
+        Args:
+            caught_up: everything that is committed has been read; else quiet may be an illusion.
+        """
+        for attempt in list(self):
+            # While nobody listened, nobody was quiet.
+            quiet = now - max(attempt.last_seen, self._began) if caught_up else -1.0
+            if self._is_ready(attempt, now, quiet):
+                yield attempt, False
+            elif quiet >= self._idle_timeout:
+                yield attempt, attempt.generation == 0
+
+    def _is_ready(self, attempt: OpenAttempt, now: float, quiet: float) -> bool:
+        if attempt.seal is not None:
+            expected = attempt.seal.calls_expected
+            if expected is None:
+                return True
+            told = attempt.ended or attempt.generation > 0 or now - attempt.seal.time >= ROLLOUT_SPAN_SECONDS
+            return told and self.stored(attempt) >= expected
+        if attempt.generation > 0:
+            return quiet >= LATE_SECONDS
+        if quiet < QUIET_SECONDS:
+            return False
+        if attempt.ended:
+            return attempt.calls_expected is None or self.stored(attempt) >= attempt.calls_expected
+        if attempt.through_gateway and not attempt.is_trace:
+            return False  # the gateway will say how it ended
+        if not attempt.root or attempt.checked == attempt.count:
+            return False
+        attempt.checked = attempt.count
+        return assemble.is_complete(self.load(attempt))
+
+    def _forget_largest(self) -> None:
+        for attempt in sorted(self, key=lambda attempt: attempt.size, reverse=True):
+            if self._size <= MEMORY_BYTES // 2:
+                return
+            self._size -= attempt.size
+            attempt.spans, attempt.size = None, 0
+
+
+Decoder = Callable[[bytes, Counter[str]], list[Span]]
+
+
+def decode(record: Record, counters: Counter[str]) -> list[Span]:
+    """The spans of a journal record. Raises ValueError if it holds none that can be read."""
+    body = record.body
+    match record.kind:
+        case Kind.TRACES:
+            return decode_traces(body, counters)
+        case Kind.LOGS:
+            return decode_logs(body, counters)
+        case Kind.TRACES_JSON:
+            return decode_traces_json(orjson.loads(body) if body.strip() else {}, counters)
+        case Kind.LOGS_JSON:
+            return decode_logs_json(orjson.loads(body) if body.strip() else {}, counters)
+    return []

@@ -1,0 +1,210 @@
+"""Assembled attempts as Arrow tables, and spans back from them.
+
+Token ids stay packed until here: a column of lists is made of one buffer and its offsets, without an
+object per token.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import orjson
+import pyarrow as pa
+
+from agentlightning.collector.assemble import Assembled
+from agentlightning.collector.otlp import (
+    Event,
+    Link,
+    Resource,
+    Span,
+    attributes_from_json,
+    attributes_to_json,
+)
+from agentlightning.proto.schemas import ROLLOUTS, SPANS, TRANSITIONS
+
+__all__ = ["spans_from_table", "tables"]
+
+_PACKED: Final = {
+    "prompt_token_ids": np.dtype("<i4"),
+    "response_token_ids": np.dtype("<i4"),
+    "response_logprobs": np.dtype("<f4"),
+}
+
+
+def tables(attempts: Sequence[Assembled]) -> dict[str, pa.Table]:
+    """The rows of some attempts, by table."""
+    return {
+        "transitions": _rows(TRANSITIONS, [row for attempt in attempts for row in attempt.transitions]),
+        "rollouts": _rows(ROLLOUTS, [attempt.rollout for attempt in attempts]),
+        "spans": _rows(
+            SPANS,
+            [
+                _span_row(span, attempt.rollout_id, attempt.attempt)
+                for attempt in attempts
+                for span in attempt.spans
+            ],
+        ),
+    }
+
+
+def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
+    """Spans as they were when the table's rows were made; the attempt is the one that the row names."""
+    resources: dict[str | None, Resource] = {}
+    for batch in table.to_batches(max_chunksize=4096):
+        columns = {name: batch.column(name) for name in SPANS.names}
+        times = [columns[name].cast(pa.int64()).to_pylist() for name in ("start_time", "end_time")]
+        values = {
+            name: column.to_pylist()
+            for name, column in columns.items()
+            if name not in ("start_time", "end_time")
+        }
+        for index in range(len(batch)):
+            row = {name: column[index] for name, column in values.items()}
+            resource = resources.get(row["resource"])
+            if resource is None:
+                attributes = attributes_from_json(_load(row["resource"], counters), counters)
+                resource = resources[row["resource"]] = Resource(attributes, row["resource"])
+            yield Span(
+                row["signal"],
+                row["trace_id"],
+                row["span_id"],
+                row["parent_span_id"],
+                row["name"] or "",
+                times[0][index] or 0,
+                times[1][index] or 0,
+                attributes_from_json(_load(row["attributes"], counters), counters),
+                resource,
+                row["scope"] or "",
+                row["scope_version"] or "",
+                row["kind"] or 0,
+                row["trace_state"] or "",
+                row["flags"] or 0,
+                row["status_code"] or 0,
+                row["status_message"] or "",
+                [_event(item, counters) for item in _load(row["events"], counters)],
+                [_link(item, counters) for item in _load(row["links"], counters)],
+                row["dropped_attributes_count"] or 0,
+                row["dropped_events_count"] or 0,
+                row["rollout_id"] or row["trace_id"],
+                row["attempt"] or 0,
+            )
+
+
+def _rows(schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
+    return pa.table([_column(field, [row[field.name] for row in rows]) for field in schema], schema=schema)
+
+
+def _column(field: pa.Field, values: list[Any]) -> pa.Array:
+    if field.name in _PACKED:
+        return _packed_column(field, values)
+    if pa.types.is_timestamp(field.type):
+        if field.type.unit == "us":
+            values = [None if value is None else value // 1000 for value in values]
+        return pa.array(values, pa.int64()).cast(field.type)
+    return pa.array(values, field.type)
+
+
+def _packed_column(field: pa.Field, values: list[bytes | None]) -> pa.Array:
+    dtype = _PACKED[field.name]
+    lengths = np.fromiter(
+        (0 if value is None else len(value) // 4 for value in values), np.int64, len(values)
+    )
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    if offsets[-1] > np.iinfo(np.int32).max:
+        raise OverflowError("One commit cannot hold more than 2³¹ tokens.")
+    elements = np.frombuffer(b"".join(value for value in values if value is not None), dtype)
+    mask = np.fromiter((value is None for value in values), np.bool_, len(values))
+    return pa.ListArray.from_arrays(
+        pa.array(offsets, pa.int32()),
+        pa.array(elements, field.type.value_type),
+        type=field.type,
+        mask=pa.array(mask),
+    )
+
+
+def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
+    if span.resource.json is None:
+        span.resource.json = _dump(attributes_to_json(span.resource.attributes))
+    return {
+        "rollout_id": rollout_id,
+        "attempt": attempt,
+        "trace_id": span.trace_id,
+        "span_id": span.span_id,
+        "parent_span_id": span.parent_span_id,
+        "trace_state": span.trace_state or None,
+        "flags": span.flags,
+        "name": span.name,
+        "kind": span.kind,
+        "start_time": span.start_ns,
+        "end_time": span.end_ns,
+        "status_code": span.status_code,
+        "status_message": span.status_message or None,
+        "scope": span.scope,
+        "scope_version": span.scope_version or None,
+        "resource": span.resource.json,
+        "attributes": _dump(attributes_to_json(span.attributes)),
+        "events": _dump([_event_json(event) for event in span.events]) if span.events else None,
+        "links": _dump([_link_json(link) for link in span.links]) if span.links else None,
+        "dropped_attributes_count": span.dropped_attributes,
+        "dropped_events_count": span.dropped_events,
+        "signal": span.signal,
+    }
+
+
+def _event_json(event: Event) -> dict[str, Any]:
+    return {
+        "name": event.name,
+        "timeUnixNano": str(event.time_ns),
+        "attributes": attributes_to_json(event.attributes),
+        "droppedAttributesCount": event.dropped_attributes,
+    }
+
+
+def _event(item: dict[str, Any], counters: Counter[str]) -> Event:
+    return Event(
+        item["name"],
+        int(item["timeUnixNano"]),
+        attributes_from_json(item["attributes"], counters),
+        item["droppedAttributesCount"],
+    )
+
+
+def _link_json(link: Link) -> dict[str, Any]:
+    return {
+        "traceId": link.trace_id,
+        "spanId": link.span_id,
+        "attributes": attributes_to_json(link.attributes),
+        "traceState": link.trace_state,
+        "flags": link.flags,
+        "droppedAttributesCount": link.dropped_attributes,
+    }
+
+
+def _link(item: dict[str, Any], counters: Counter[str]) -> Link:
+    return Link(
+        item["traceId"],
+        item["spanId"],
+        attributes_from_json(item["attributes"], counters),
+        item["traceState"],
+        item["flags"],
+        item["droppedAttributesCount"],
+    )
+
+
+def _load(text: str | None, counters: Counter[str]) -> list[Any]:
+    if text is None:
+        return []
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, list):
+        counters["unparsed_attribute"] += 1
+        return []
+    return value
+
+
+def _dump(value: Any) -> str:
+    return orjson.dumps(value).decode()

@@ -1,0 +1,156 @@
+"""Spans that belong to a committed change: kept in the database until the collector has acknowledged them.
+
+Whoever commits a change puts its span here in the same transaction (`post`); the `Outbox` sends what lies there, also
+what a gateway that was killed left behind. When the span of a rollout's terminal state is acknowledged, the rollout
+gets its `change` number: only then do followers see it, so that what they ask the collector for is there.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Final
+
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from sqlalchemy import Connection, select, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from agentlightning.gateway.collector import CaptureFailed, Exporter
+from agentlightning.gateway.database import Database, insert_ignore
+from agentlightning.gateway.tables import meta, outbox, rollouts
+
+__all__ = ["Outbox", "next_change", "post"]
+
+logger = logging.getLogger(__name__)
+BATCH: Final = 256
+PAUSE_AFTER_FAILURE: Final = 1.0
+
+
+def post(connection: Connection, key: str, span: Span, *, finishes: str | None = None) -> None:
+    """Leave a span to be sent. `finishes`: the rollout whose terminal state it tells."""
+    connection.execute(outbox.insert().values(key=key, span=span.SerializeToString(), finishes=finishes))
+
+
+def next_change(connection: Connection) -> int:
+    """The next number for a finished rollout. Its row is locked until commit, so numbers appear in order."""
+    insert_ignore(connection, meta, [{"key": "change", "value": "0"}])
+    last = connection.execute(
+        select(meta.c.value).where(meta.c.key == "change").with_for_update()
+    ).scalar_one()
+    connection.execute(update(meta).where(meta.c.key == "change").values(value=str(int(last) + 1)))
+    return int(last) + 1
+
+
+class Outbox:
+    """Sends the outbox's spans, in order, for ever.
+
+    Args:
+        count: called with a counter's name.
+        delivered: called when rollouts got their change number.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        exporter: Exporter,
+        count: Callable[[str], None],
+        delivered: Callable[[], None],
+    ) -> None:
+        self._database = database
+        self._exporter = exporter
+        self._count = count
+        self._delivered = delivered
+        self._wake = asyncio.Event()
+        self._waiters: defaultdict[str, set[asyncio.Future[bool]]] = defaultdict(set)
+
+    def wake(self) -> None:
+        """Look again: something was posted."""
+        self._wake.set()
+
+    async def delivery(self, key: str, timeout: float) -> bool:
+        """Whether the span posted under `key` was acknowledged within `timeout` seconds."""
+        waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters[key].add(waiter)
+        try:
+            if not await self._database.read(_waiting, key):
+                return True
+            self.wake()
+            async with asyncio.timeout(timeout):
+                return await waiter
+        except TimeoutError:
+            return False
+        finally:
+            self._waiters[key].discard(waiter)
+            if not self._waiters[key]:
+                del self._waiters[key]
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            try:
+                while await self.drain():
+                    pass
+            except (CaptureFailed, SQLAlchemyError) as error:
+                self._count("outbox_delayed")
+                logger.warning("the outbox is delayed: %s", error)
+                await asyncio.sleep(PAUSE_AFTER_FAILURE)
+                continue
+            await self._wake.wait()
+
+    async def drain(self) -> int:
+        """Send one batch. Returns how many spans it had. Raises CaptureFailed."""
+        rows = await self._database.read(_batch)
+        if not rows:
+            return 0
+        try:
+            await self._exporter.send([Span.FromString(row["span"]) for row in rows])
+            refused: set[int] = set()
+        except CaptureFailed as error:
+            if error.retryable:
+                raise
+            refused = await self._one_by_one(rows)
+        finished = await self._database.write(_settle, [(row["id"], row["finishes"]) for row in rows])
+        for row in rows:
+            for waiter in self._waiters.get(row["key"], ()):
+                if not waiter.done():
+                    waiter.set_result(row["id"] not in refused)
+        if finished:
+            self._delivered()
+        return len(rows)
+
+    async def _one_by_one(self, rows: list[Any]) -> set[int]:
+        """Send each span alone. Returns the ids of those that the collector refuses for ever."""
+        refused = set()
+        for row in rows:
+            try:
+                await self._exporter.send([Span.FromString(row["span"])])
+            except CaptureFailed as error:
+                if error.retryable:
+                    raise
+                logger.error("the collector refused the span of %s: %s", row["key"], error)
+                refused.add(row["id"])
+        for _ in refused:
+            self._count("outbox_refused")
+        return refused
+
+
+def _batch(connection: Connection) -> list[Any]:
+    return list(connection.execute(select(outbox).order_by(outbox.c.id).limit(BATCH)).mappings())
+
+
+def _waiting(connection: Connection, key: str) -> bool:
+    return connection.execute(select(outbox.c.id).where(outbox.c.key == key).limit(1)).first() is not None
+
+
+def _settle(connection: Connection, sent: list[tuple[int, str | None]]) -> int:
+    """Delete what was sent, and number the rollouts that it finishes. A refused span finishes its rollout, too:
+    waiting for ever would not bring it."""
+    connection.execute(outbox.delete().where(outbox.c.id.in_([number for number, _ in sent])))
+    finished = [rollout_id for _, rollout_id in sent if rollout_id is not None]
+    for rollout_id in finished:
+        connection.execute(
+            update(rollouts)
+            .where(rollouts.c.rollout_id == rollout_id, rollouts.c.change.is_(None))
+            .values(change=next_change(connection))
+        )
+    return len(finished)

@@ -1,0 +1,208 @@
+"""The transport hook: every model call that goes through httpx or httpx2 is recorded.
+
+`send` is where all of a client's requests pass, whatever library is above it, and patching the class
+reaches clients that exist already. A library that is imported later is patched as it loads.
+"""
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+from opentelemetry import context as context_api
+
+from agentlightning.sdk._call import Call, begin
+from agentlightning.sdk._losses import count
+
+__all__ = ["patch", "unpatch"]
+
+_LIBRARIES = ("httpx", "httpx2")
+_ORIGINAL = "__agentlightning_original__"
+_active = False
+
+
+def patch() -> None:
+    """Record model calls from now on."""
+    global _active
+    _active = True
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "AsyncClient"):
+            _patch_module(module)
+    if not any(isinstance(finder, _LateFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _LateFinder())
+
+
+def unpatch() -> None:
+    """Leave the libraries as they were. Where another has patched over us, ours stays and does nothing."""
+    global _active
+    _active = False
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateFinder)]
+    for name in _LIBRARIES:
+        module = sys.modules.get(name)
+        for client in (getattr(module, "Client", None), getattr(module, "AsyncClient", None)):
+            original = getattr(getattr(client, "send", None), _ORIGINAL, None)
+            if original is not None:
+                client.send = original  # type: ignore[union-attr]
+
+
+def _patch_module(module: ModuleType) -> None:
+    if not hasattr(module.Client.send, _ORIGINAL):
+        module.Client.send = _sync_send(module.Client.send, _sync_tee(module.SyncByteStream))
+    if not hasattr(module.AsyncClient.send, _ORIGINAL):
+        module.AsyncClient.send = _async_send(module.AsyncClient.send, _async_tee(module.AsyncByteStream))
+
+
+def _sync_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
+    @functools.wraps(send)
+    def recorded(self: Any, request: Any, **kwargs: Any) -> Any:
+        call: Call | None = begin(request) if _active else None
+        if call is None:
+            return send(self, request, **kwargs)
+        token = context_api.attach(call.context)
+        try:
+            response = send(self, request, **kwargs)
+        except BaseException as error:
+            call.fail(error)
+            raise
+        finally:
+            context_api.detach(token)
+        _follow(call, response, tee)
+        return response
+
+    setattr(recorded, _ORIGINAL, send)
+    return recorded
+
+
+def _async_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
+    @functools.wraps(send)
+    async def recorded(self: Any, request: Any, **kwargs: Any) -> Any:
+        call: Call | None = begin(request) if _active else None
+        if call is None:
+            return await send(self, request, **kwargs)
+        token = context_api.attach(call.context)
+        try:
+            response = await send(self, request, **kwargs)
+        except BaseException as error:
+            call.fail(error)
+            raise
+        finally:
+            context_api.detach(token)
+        _follow(call, response, tee)
+        return response
+
+    setattr(recorded, _ORIGINAL, send)
+    return recorded
+
+
+def _follow(call: Call, response: Any, tee: type) -> None:
+    """Record an answer that has been read already, or as it is read."""
+    try:
+        call.answered(response.status_code, response.headers)
+        content = getattr(response, "_content", None)  # public `content` would raise while unread
+        if content is not None:
+            call.complete(content)
+        else:
+            response.stream = tee(response.stream, call)
+    except Exception:  # noqa: BLE001 - the boundary: the caller gets its answer whatever we fail at
+        count("internal_error")
+
+
+def _sync_tee(base: type) -> type:
+    class RecordedStream(base):
+        def __init__(self, stream: Any, call: Call) -> None:
+            self._stream = stream
+            self._call = call
+
+        def __iter__(self) -> Iterator[bytes]:
+            try:
+                for chunk in self._stream:
+                    self._call.feed(chunk)
+                    yield chunk
+            except BaseException as error:
+                self._call.fail(error)
+                raise
+            self._call.complete()
+
+        def close(self) -> None:
+            try:
+                self._stream.close()
+            finally:
+                self._call.abandon()
+
+        def __getattr__(self, name: str) -> Any:  # httpx2 keeps `elapsed` on the stream
+            return getattr(self.__dict__["_stream"], name)
+
+    return RecordedStream
+
+
+def _async_tee(base: type) -> type:
+    class RecordedStream(base):
+        def __init__(self, stream: Any, call: Call) -> None:
+            self._stream = stream
+            self._call = call
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            stream = self._stream.__aiter__()
+            try:
+                async for chunk in stream:
+                    self._call.feed(chunk)
+                    yield chunk
+            except BaseException as error:
+                self._call.fail(error)
+                raise
+            finally:
+                close = getattr(
+                    stream, "aclose", None
+                )  # an async generator left early must be closed at once
+                if close is not None:
+                    await close()
+            self._call.complete()
+
+        async def aclose(self) -> None:
+            try:
+                await self._stream.aclose()
+            finally:
+                self._call.abandon()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.__dict__["_stream"], name)
+
+    return RecordedStream
+
+
+class _LateFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: when httpx or httpx2 is imported, it lets the others find it, and patches the result."""
+
+    def __init__(self) -> None:
+        self._searching = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in _LIBRARIES or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        loader: Any = spec.loader if spec is not None else None
+        if loader is None or not hasattr(loader, "exec_module"):
+            return None
+        execute = loader.exec_module
+
+        def execute_and_patch(module: ModuleType) -> None:
+            execute(module)
+            if _active and hasattr(module, "AsyncClient"):
+                _patch_module(module)
+
+        try:
+            loader.exec_module = execute_and_patch  # this loader's alone: every spec has its own
+        except AttributeError:
+            count("internal_error")
+        return spec

@@ -1,0 +1,141 @@
+"""Nothing secret leaves the process: keys and cookies are taken out of whatever is recorded.
+
+Three nets, from fine to coarse. Headers are never recorded at all. In bodies, the value of a field
+that by its name holds a credential is replaced (an MCP tool's `authorization`, say), and so is the
+call's own key wherever it occurs (servers echo it in errors). Before export, every text of every
+span, whoever wrote it, is searched for the keys that this process was seen to use.
+
+The text is edited in place, never parsed and rendered again: what is not secret stays exact.
+"""
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+
+__all__ = ["REDACTED", "redact_body", "redact_text", "remember", "scrubbed"]
+
+REDACTED = "[redacted]"
+
+_HEADERS = ("authorization", "proxy-authorization", "x-api-key", "api-key", "x-goog-api-key", "cookie")
+_SHORTEST = 8
+"""Shorter keys are place-holders such as `EMPTY`; replacing them would damage texts."""
+_REMEMBERED = 64
+
+_FIELDS = (
+    "authorization",
+    "proxy[-_]authorization",
+    "(?:x[-_])?api[-_]?key",
+    "(?:openai|anthropic|azure)[-_]api[-_]key",
+    "(?:set[-_])?cookie",
+    "(?:access|refresh|auth|bearer|id)[-_]token",
+    "(?:client[-_])?secret",
+    "password",
+)
+_FIELD = re.compile(rf'(?i)"({"|".join(_FIELDS)})"(\s*:\s*)("(?:[^"\\]|\\.)*"|\[[^\[\]{{}}]*\])')
+# Case-folded fragments, one of which any match of _FIELD contains: the search that usually finds nothing is cheap.
+_HINTS = (
+    *("authorization", "api_key", "api-key", "apikey", "cookie", "secret", "password"),
+    *(f"{kind}{dash}token" for kind in ("access", "refresh", "auth", "bearer", "id") for dash in "_-"),
+)
+
+_lock = threading.Lock()
+_seen: OrderedDict[str, None] = OrderedDict()
+
+
+def remember(headers: Mapping[str, str]) -> list[str]:
+    """The credentials in a request's headers; they are looked for in everything exported from now on."""
+    found: list[str] = []
+    for name in _HEADERS:
+        value = headers.get(name)
+        if value is None:
+            continue
+        scheme, _, rest = value.partition(" ")
+        secret = rest.strip() if rest and scheme.isalpha() else value  # "Bearer …", "Basic …"
+        if len(secret) >= _SHORTEST:
+            found.append(secret)
+    if found and any(secret not in _seen for secret in found):
+        with _lock:
+            for secret in found:
+                _seen[secret] = None
+            while len(_seen) > _REMEMBERED:
+                _seen.popitem(last=False)
+    return found
+
+
+def redact_body(text: str, secrets: list[str]) -> str:
+    """A JSON body without credentials."""
+    for secret in secrets:
+        if secret in text:
+            text = text.replace(secret, REDACTED)
+    folded = text.lower()
+    if any(hint in folded for hint in _HINTS):
+        text = _FIELD.sub(rf'"\1"\2"{REDACTED}"', text)
+    return text
+
+
+def redact_text(text: str) -> str:
+    """Any text without the credentials that this process has used."""
+    for secret in list(_seen):
+        if secret in text:
+            text = text.replace(secret, REDACTED)
+    return text
+
+
+def scrubbed(span: "ReadableSpan") -> "ReadableSpan":
+    """The span itself if it is clean, as almost always, else a copy without the credentials."""
+    if not _seen or not _dirty(span):
+        return span
+    from opentelemetry.sdk.trace import Event, ReadableSpan
+    from opentelemetry.trace import Status
+
+    status = span.status
+    return ReadableSpan(
+        name=redact_text(span.name),
+        context=span.context,
+        parent=span.parent,
+        resource=span.resource,
+        attributes=_clean(span.attributes or {}),
+        events=[Event(redact_text(e.name), _clean(e.attributes or {}), e.timestamp) for e in span.events],
+        links=span.links,
+        kind=span.kind,
+        status=Status(status.status_code, redact_text(status.description)) if status.description else status,
+        start_time=span.start_time,
+        end_time=span.end_time,
+        instrumentation_scope=span.instrumentation_scope,
+    )
+
+
+def _dirty(span: "ReadableSpan") -> bool:
+    secrets = list(_seen)
+    parts = [
+        span.name,
+        span.status.description,
+        span.attributes,
+        *(event.attributes for event in span.events),
+    ]
+    return any(_holds(part, secrets) for part in parts)
+
+
+def _holds(value: Any, secrets: list[str]) -> bool:  # an attribute value: nested sequences and mappings occur
+    if isinstance(value, str):
+        return any(secret in value for secret in secrets)
+    if isinstance(value, Mapping):
+        return any(_holds(item, secrets) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds(item, secrets) for item in value if not isinstance(item, int | float))
+    return False
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact_text(value)
+    if isinstance(value, Mapping):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value

@@ -1,0 +1,127 @@
+"""Publishing against a real engine and a real gateway."""
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from agentlightning.trainer.clients import EngineClient, GatewayClient
+from agentlightning.trainer.config import TrainConfig, config_from
+from agentlightning.trainer.launch import Layout, Services, launch
+from agentlightning.trainer.learner import Learner
+from agentlightning.trainer.loop import build_learner
+from agentlightning.trainer.model import save_weights
+from agentlightning.trainer.publish import Publisher, PublishRefused
+from agentlightning.trainer.supervisor import Supervisor
+
+
+@dataclass
+class Stage:
+    config: TrainConfig
+    layout: Layout
+    services: Services
+    learner: Learner
+
+
+@pytest.fixture
+def stage(tmp_path: Path, tiny_model: Path) -> Iterator[Stage]:
+    config = config_from(
+        {
+            "run": {"root": str(tmp_path)},
+            "policy": {"model": str(tiny_model), "dtype": "float32"},
+            "engine": {"dtype": "float32", "threads": 1, "max_model_len": 256},
+            "controller": {"start": False},
+        }
+    )
+    layout = Layout(config.directory)
+    supervisor = Supervisor({"OMP_NUM_THREADS": "1"})
+    try:
+        yield Stage(
+            config, layout, launch(config, layout, supervisor, say=lambda text: None), build_learner(config)
+        )
+    finally:
+        supervisor.stop()
+
+
+def nudge(learner: Learner) -> None:
+    """A new version, as an update makes it, only larger."""
+    torch.manual_seed(learner.version)
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)
+    learner.version += 1
+
+
+class WrongWeights(Publisher):
+    """Writes other weights than the trainer has, as a broken exporter would."""
+
+    def _write(self, learner: Learner, folder: Path) -> None:
+        state = learner.merged_state_dict(self._dtype)
+        save_weights(folder, {name: value + 0.05 for name, value in state.items()})
+
+
+def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_back(
+    stage: Stage, tiny_model: Path
+) -> None:
+    async def scenario() -> None:
+        services = stage.services
+        gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
+        engine = EngineClient(services.engine, token=services.engine_token)
+        await gateway.set_policy("policy", "tiny", {})
+        options = {"policy": "policy", "base": tiny_model, "dtype": torch.float32}
+        good = Publisher(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
+        bad = WrongWeights(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
+        try:
+            assert (await good.verify(stage.learner)).mean < 1e-4
+            probe = [[5, 6, 7, 8, 9]]
+            base = await engine.score(probe)
+
+            nudge(stage.learner)
+            with pytest.raises(
+                PublishRefused, match=r"Version 1 was refused: .* disagree .* serves version 0 again"
+            ):
+                await bad.publish(stage.learner)
+            assert await engine.score(probe) == base
+
+            published = await good.publish(stage.learner)
+            assert published.version == 1
+            version, scored = await engine.score(probe)
+            assert version == 1
+            assert scored != base[1]
+            hold = await gateway.hold("policy", ttl_s=5, drain_s=1)  # nothing was left held
+            await gateway.release("policy", hold["hold_id"], 1)
+        finally:
+            await gateway.close()
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_is_killed_serves_the_published_version_again(stage: Stage, tiny_model: Path) -> None:
+    async def scenario() -> None:
+        services = stage.services
+        gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
+        engine = EngineClient(services.engine, token=services.engine_token)
+        await gateway.set_policy("policy", "tiny", {})
+        publisher = Publisher(
+            stage.layout, gateway, engine, policy="policy", base=tiny_model, dtype=torch.float32
+        )
+        try:
+            nudge(stage.learner)
+            await publisher.publish(stage.learner)
+            before = await engine.score([[5, 6, 7]])
+
+            pid = json.loads(stage.layout.ready("engine").read_text())["pid"]
+            os.kill(pid, signal.SIGKILL)
+            assert await engine.score([[5, 6, 7]]) == before  # the client waits for the new process
+        finally:
+            await gateway.close()
+            await engine.close()
+
+    asyncio.run(scenario())

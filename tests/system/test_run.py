@@ -1,0 +1,134 @@
+"""Whole runs: every component real and in its own process; the model tiny and random."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import duckdb
+import polars
+import pyarrow.dataset
+import pytest
+from running import Run, wait_for
+
+from agentlightning.proto.dataset import open_dataset
+
+Make = Callable[..., Run]
+COMPONENTS = ["trainer", "collector", "gateway", "controller", "engine"]
+
+
+def assert_exact(run: Run, *, steps: int) -> None:
+    """Every transition trained at most once, none that was acknowledged lost, and the chain of tokens whole."""
+    dataset = open_dataset(run.root)
+    rows = dataset.table("transitions").to_pylist()
+    calls = Counter(row["call_id"] for row in rows)
+    assert max(calls.values()) == 1
+    samples = dataset.table("samples").to_pylist()
+    assert sorted({sample["step"] for sample in samples}) == list(range(1, steps + 1))
+    trained = Counter(call for sample in samples for call in sample["call_ids"])
+    assert max(trained.values()) == 1
+    assert set(trained) <= set(calls)
+    by_call = {row["call_id"]: row for row in rows}
+    for sample in samples:
+        tokens, mask = sample["token_ids"], sample["mask"]
+        sampled = [token for token, flag in zip(tokens, mask, strict=True) if flag]
+        assert sampled == [
+            token for call in sample["call_ids"] for token in by_call[call]["response_token_ids"]
+        ]
+    # The gateway's ledger and the data set agree, for every attempt that ended well.
+    for attempt in dataset.table("rollouts").to_pylist():
+        if attempt["state"] == "succeeded":
+            assert attempt["calls_stored"] == attempt["calls_expected"]
+
+
+def test_a_run_leaves_data_a_model_a_report_and_says_what_came_of_it(make_run: Make) -> None:
+    run = make_run()
+    text = run.finish()
+    assert "step   3/3" in text
+    assert "Held-out reward, mean and 95 % interval:  before" in text
+    assert_exact(run, steps=3)
+
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(run.root / "checkpoint")
+    page = (run.root / "report.html").read_text()
+    assert "incomplete_rollout" in page
+    assert "<svg" in page
+    assert "http://" not in page.replace("http://www.w3.org", "")  # self-contained
+    versions = {row["model_version"] for row in open_dataset(run.root).table("transitions").to_pylist()}
+    assert versions == {0, 1, 2, 3}  # each step sampled from the weights that the one before published
+
+
+def test_plain_readers_agree_with_ours(make_run: Make) -> None:
+    run = make_run(train={"steps": 1}, evaluate={"tasks": 2})
+    run.finish()
+    for table in ("transitions", "rollouts", "spans", "samples"):
+        expected = open_dataset(run.root).table(table).num_rows
+        folder = run.root / "data" / table
+        assert expected > 0
+        assert pyarrow.dataset.dataset(folder).to_table().num_rows == expected
+        assert polars.read_parquet(folder / "*.parquet").height == expected
+        counted = duckdb.sql(f"SELECT count(*) FROM '{folder}/*.parquet'").fetchall()
+        assert counted == [(expected,)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_component_killed_in_the_middle_costs_nothing(make_run: Make, component: str) -> None:
+    """`kill -9`, then the same command with --resume if the run has ended: it goes on, exactly."""
+    run = make_run()
+    run.start()
+    wait_for(lambda: len(run.events("step")) >= 1, why=lambda: run.output.read_text() + run.logs())
+    agents = run.root / "agents"
+    before = len(list(agents.iterdir()))
+    wait_for(
+        lambda: len(list(agents.iterdir())) > before, why=run.logs
+    )  # agents of the next step are at work
+    run.kill(component)
+    if run.wait() != 0:
+        run.finish("--resume")
+    assert_exact(run, steps=3)
+    assert len(run.events("step")) == 3
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_where_an_undisturbed_one_does(make_run: Make, tmp_path: Path) -> None:
+    """Greedy sampling makes the rollouts equal, so the weights must be equal to the last bit."""
+    settings = {"policy": {"sampling": {"temperature": 0.0, "max_tokens": 12}}, "evaluate": {"tasks": 0}}
+    run = make_run(**settings)
+    run.start()
+    wait_for(lambda: len(run.events("step")) >= 1, why=lambda: run.output.read_text() + run.logs())
+    run.kill("trainer")
+    run.finish("--resume")
+    assert_exact(run, steps=3)
+
+
+def test_offline_training_needs_the_data_alone(make_run: Make) -> None:
+    run = make_run(train={"steps": 2})
+    run.finish()
+    before = len(run.events("step"))
+    text = run.finish("--offline", str(run.root / "data"), "run.name=offline", "train.steps=2")
+    assert before == 2
+    assert "16 rollouts in 4 groups: 2 steps of 2 groups" in text
+    assert (run.root.parent / "offline" / "checkpoint" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["train.step=3"], "there is no setting `train.step`. Did you mean 'steps'?"),
+        (["policy.model=/no/such/model"], "/no/such/model"),
+        (["tasks.train=none.jsonl"], "none.jsonl cannot be read"),
+        (["--resume"], "There is no run to resume"),
+        (["--offline", "/tmp"], "is not a data set"),
+        (["agent.target="], "The configuration needs `agent.target`."),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_no_traceback(
+    make_run: Make, arguments: Sequence[str], sentence: str
+) -> None:
+    run = make_run()
+    run.start(*arguments)
+    assert run.wait() == 2, run.output.read_text()
+    text = run.output.read_text()
+    assert sentence in text
+    assert "Traceback" not in text

@@ -1,0 +1,186 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentlightning.proto.errors import ConfigError
+from agentlightning.trainer.loss import (
+    LossKind,
+    LossSettings,
+    cispo,
+    divergence,
+    gspo,
+    importance,
+    log_ratio,
+    ppo,
+    reinforce,
+    token_loss,
+)
+
+KINDS: list[LossKind] = ["ppo", "reinforce", "gspo", "cispo"]
+SAMPLE = torch.tensor([0, 0, 0, 1, 1, 2])
+
+
+def gradient(settings: LossSettings, logp: Tensor, logp_old: Tensor, advantages: Tensor) -> Tensor:
+    logp = logp.clone().requires_grad_()
+    losses = token_loss(
+        settings, logp=logp, logp_old=logp_old, logp_sampler=logp_old, advantages=advantages, sample=SAMPLE
+    )
+    (result,) = torch.autograd.grad(losses.loss.sum(), logp)
+    return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_policy_all_gradients_are_those_of_reinforce(kind: LossKind) -> None:
+    torch.manual_seed(0)
+    logp = -torch.rand(6, dtype=torch.float64)
+    advantages = torch.tensor([0.3, -2.0, 1.1], dtype=torch.float64)[SAMPLE]
+    result = gradient(LossSettings(kind), logp, logp.clone(), advantages)
+    torch.testing.assert_close(result, -advantages)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "ppo": lambda logp, old, a: ppo(log_ratio(logp, old), a, 0.2, 0.28, 3.0)[0],
+    "reinforce": lambda logp, old, a: reinforce(logp, a),
+    "k1": lambda logp, old, a: divergence("k1", logp, old),
+    "k2": lambda logp, old, a: divergence("k2", logp, old),
+    "k3": lambda logp, old, a: divergence("k3", logp, old),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_agree_with_finite_differences(name: str) -> None:
+    torch.manual_seed(1)
+    for _ in range(20):
+        old = -torch.rand(6, dtype=torch.float64)
+        logp = (old + torch.randn(6, dtype=torch.float64)).requires_grad_()
+        advantages = torch.randn(6, dtype=torch.float64)
+        assert torch.autograd.gradcheck(lambda x, o=old, a=advantages: FUNCTIONS[name](x, o, a), (logp,))
+
+
+def test_gspo_has_the_gradient_of_the_clipped_geometric_mean() -> None:
+    torch.manual_seed(2)
+    for _ in range(20):
+        old = -torch.rand(6, dtype=torch.float64)
+        logp = (old + 0.3 * torch.randn(6, dtype=torch.float64)).requires_grad_()
+        advantages = torch.randn(3, dtype=torch.float64)
+        means = torch.stack([(logp - old)[SAMPLE == k].mean() for k in range(3)]).exp()
+        value = -torch.minimum(means * advantages, means.clamp(0.8, 1.28) * advantages)[SAMPLE]
+        loss, _ = gspo(logp, log_ratio(logp, old), advantages[SAMPLE], SAMPLE, 0.2, 0.28)
+        torch.testing.assert_close(loss, value)
+        (exact,) = torch.autograd.grad(value.sum(), logp, retain_graph=True)
+        (result,) = torch.autograd.grad(loss.sum(), logp)
+        torch.testing.assert_close(result, exact)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    old = torch.zeros(3, dtype=torch.float64)
+    logp = torch.tensor([-1.0, 0.1, 2.0], dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)
+    loss, clipped = cispo(logp, log_ratio(logp, old), advantages, 0.28)
+    (result,) = torch.autograd.grad(loss.sum(), logp)
+    torch.testing.assert_close(result, -logp.detach().exp().clamp(max=1.28) * advantages)
+    assert clipped.tolist() == [False, False, True]
+
+
+def test_the_clip_stops_the_gradient_on_the_right_side_only() -> None:
+    cases = [  # (ρ, A, does the gradient flow)
+        (1.5, 1.0, False),
+        (1.27, 1.0, True),
+        (0.5, 1.0, True),
+        (0.5, -1.0, False),
+        (0.81, -1.0, True),
+        (1.5, -1.0, True),
+        (2.9, -1.0, True),
+        (3.1, -1.0, False),  # dual clip
+    ]
+    rho, advantages, flows = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*cases, strict=True)
+    )
+    log_rho = rho.log().requires_grad_()
+    loss, stopped = ppo(log_rho, advantages, 0.2, 0.28, 3.0)
+    (result,) = torch.autograd.grad(loss.sum(), log_rho)
+    assert (result != 0).tolist() == flows.bool().tolist()
+    assert stopped.tolist() == (flows == 0).tolist()
+    assert loss[-1] == 3.0
+
+
+def test_weights_are_truncated_and_a_sample_with_a_vanishing_one_is_vetoed_whole() -> None:
+    old = torch.tensor([-1.0, -1.0, -1.0, -15.0, -1.0, -1.0])
+    sampler = torch.tensor([-1.0, -9.0, -2.0, -1.0, -1.0, -1.5])
+    weight, truncated, vetoed = importance(old, sampler, SAMPLE, cap=2.0, veto=1e-4)
+    assert weight.max() <= 2
+    assert truncated.tolist() == [False, True, True, False, False, False]
+    assert vetoed.tolist() == [False, False, False, True, True, False]
+    losses = token_loss(
+        LossSettings(), logp=old, logp_old=old, logp_sampler=sampler, advantages=torch.ones(6), sample=SAMPLE
+    )
+    assert losses.loss[3:5].tolist() == [0, 0]
+    assert importance(old, sampler, SAMPLE, cap=None, veto=None)[0].tolist() == [1.0] * 6
+
+
+def test_extreme_ratios_stay_finite() -> None:
+    logp = torch.tensor([-500.0, 0.0], requires_grad=True)
+    old = torch.tensor([0.0, -500.0])
+    for kind in KINDS:
+        for sign in (1.0, -1.0):
+            losses = token_loss(
+                LossSettings(kind, veto=None),
+                logp=logp,
+                logp_old=old,
+                logp_sampler=torch.zeros(2),
+                advantages=torch.full((2,), sign),
+                sample=torch.tensor([0, 1]),
+            )
+            assert losses.loss.isfinite().all()
+
+
+def test_k3_is_never_negative() -> None:
+    torch.manual_seed(0)
+    logp, reference = -10 * torch.rand(2000), -10 * torch.rand(2000)
+    assert (divergence("k3", logp, reference) >= 0).all()
+
+
+def test_the_mean_gradient_of_k2_is_that_of_the_reverse_kl() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    reference = torch.randn(5, dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((logp.exp() * (logp - reference)).sum(), logits, retain_graph=True)
+    mean = (logp.exp().detach() * divergence("k2", logp, reference)).sum()
+    (estimated,) = torch.autograd.grad(mean, logits, retain_graph=True)
+    torch.testing.assert_close(estimated, exact)
+    k1 = (logp.exp().detach() * divergence("k1", logp, reference)).sum()
+    (nothing,) = torch.autograd.grad(k1, logits)
+    torch.testing.assert_close(nothing, torch.zeros(5, dtype=torch.float64))  # why k1 in the loss is refused
+
+
+def test_no_tokens_give_a_finite_zero() -> None:
+    nothing = torch.zeros(0, requires_grad=True)
+    for kind in KINDS:
+        losses = token_loss(
+            LossSettings(kind),
+            logp=nothing,
+            logp_old=nothing,
+            logp_sampler=nothing,
+            advantages=nothing,
+            sample=torch.zeros(0, dtype=torch.int64),
+        )
+        assert losses.loss.sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"kind": "pppo"}, "Did you mean 'ppo'"),
+        ({"kl_beta": 0.1, "kl_kind": "k1"}, "k2 or k3"),
+        ({"tis_cap": 0.5}, "tis_cap"),
+        ({"dual_clip": 1.1}, "dual_clip"),
+        ({"veto": 2.0}, "veto"),
+        ({"kl_in": "nowhere"}, "kl_in"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LossSettings(**fields)  # type: ignore[arg-type]

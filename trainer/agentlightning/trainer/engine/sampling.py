@@ -1,0 +1,113 @@
+"""From logits to tokens, and the log-probabilities of the distribution that was really sampled.
+
+Temperature, then top-k, then top-p, in float32. The draw inverts the cumulative distribution at one uniform number
+per token, from a generator of the sequence's own: what else is in the batch cannot change which numbers it gets.
+Temperature 0 is greedy, and reports log-probabilities at temperature 1.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Draw", "Sampled", "Sampling", "sample"]
+
+CANDIDATES = 1024
+"""Tokens that are sorted for top-p. A whole vocabulary is sorted only where these do not hold enough probability."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to sample one answer."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all."""
+    seed: int | None = None
+    max_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
+    ignore_eos: bool = False
+
+
+@dataclass(slots=True)
+class Draw:
+    """What one row needs to be sampled."""
+
+    sampling: Sampling
+    random: random.Random
+
+    @classmethod
+    def of(cls, sampling: Sampling, choice: int = 0) -> "Draw":
+        seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
+        return cls(sampling, random.Random(f"{seed}/{choice}"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token: int
+    logprob: float
+    """NaN if the model's logits are not finite."""
+    top: list[tuple[int, float]]
+    """The most likely tokens and their log-probabilities, if asked for."""
+
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
+    """One token for each row of `logits` (rows, vocabulary)."""
+    z = logits.float()
+    if z.data_ptr() == logits.data_ptr():
+        z = z.clone()
+    settings = [draw.sampling for draw in draws]
+    if any(s.temperature not in (0.0, 1.0) for s in settings):
+        z /= torch.tensor([[s.temperature or 1.0] for s in settings], device=z.device)
+    for row, s in enumerate(settings):
+        if s.temperature and s.top_k and s.top_k < z.shape[1]:
+            kept = z[row].topk(s.top_k)
+            z[row].fill_(-torch.inf)[kept.indices] = kept.values
+    nucleus = [row for row, s in enumerate(settings) if s.temperature and s.top_p < 1]
+    if nucleus:
+        p = torch.tensor([settings[row].top_p for row in nucleus], device=z.device)
+        z[nucleus] = _top_p(z[nucleus], p)
+
+    lse = z.logsumexp(-1)
+    best = z.argmax(-1)
+    chosen = best
+    if any(s.temperature for s in settings):
+        probability = (z - lse[:, None]).exp_()
+        cumulative = probability.cumsum(-1)
+        uniform = torch.tensor(
+            [[draw.random.random()] for draw in draws], dtype=torch.float32, device=z.device
+        )
+        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+        drawn = drawn.clamp_(max=z.shape[1] - 1)
+        # Rounding can point one past the last token that has any probability.
+        possible = probability.gather(1, drawn[:, None])[:, 0] > 0
+        greedy = torch.tensor([s.temperature == 0 for s in settings], device=z.device)
+        chosen = torch.where(greedy | ~possible, best, drawn)
+    logprobs = (z.gather(1, chosen[:, None])[:, 0] - lse).tolist()
+    tokens = chosen.tolist()
+    return [
+        Sampled(tokens[row], logprobs[row], _top(z[row] - lse[row], s.top_logprobs) if s.top_logprobs else [])
+        for row, s in enumerate(settings)
+    ]
+
+
+def _top_p(z: Tensor, top_p: Tensor) -> Tensor:
+    """Keep the fewest most likely tokens that together have at least `top_p`; the others get −inf."""
+    lse = z.logsumexp(-1, keepdim=True)
+    values, indices = z.topk(min(CANDIDATES, z.shape[1]), dim=-1)
+    if bool(((values - lse).exp().sum(-1) < top_p).any()):
+        values, indices = z.sort(dim=-1, descending=True)
+    probability = (values - lse).exp()
+    before = probability.cumsum(-1) - probability
+    values = values.masked_fill(before >= top_p[:, None], -torch.inf)
+    return torch.full_like(z, -torch.inf).scatter_(1, indices, values)
+
+
+def _top(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
+    top = logprobs.topk(min(count, len(logprobs)))
+    return [(token, value) for token, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)]

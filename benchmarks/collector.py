@@ -11,6 +11,7 @@ Only the servers' CPU is counted, never the sender's.
 
 import argparse
 import contextlib
+import functools
 import http.client
 import json
 import os
@@ -309,14 +310,14 @@ def measure(options: argparse.Namespace) -> list[Row]:
                         for way in ("http", "grpc")
                     }
                     senders: dict[str, Callable[[], None]] = {
-                        f"peer, HTTP, no fsync, no Parquet; {shape}": lambda made=made: send_http(
-                            theirs, made["http"], options.connections
+                        f"peer, HTTP, no fsync, no Parquet; {shape}": functools.partial(
+                            send_http, theirs, made["http"], options.connections
                         ),
-                        f"HTTP, fsynced ack; {shape}": lambda made=made: send_http(
-                            ours, made["http"], options.connections
+                        f"HTTP, fsynced ack; {shape}": functools.partial(
+                            send_http, ours, made["http"], options.connections
                         ),
-                        f"gRPC, fsynced ack; {shape}": lambda made=made: send_grpc(
-                            ours, made["grpc"], options.connections
+                        f"gRPC, fsynced ack; {shape}": functools.partial(
+                            send_grpc, ours, made["grpc"], options.connections
                         ),
                     }
                     for what, sender in senders.items():

@@ -109,7 +109,7 @@ async def forked(
         command += ["--agent", agent, "--concurrency", str(concurrency), "--state", name, "--cwd", name]
         command += ["--ready-file", str(folder / "ready.json"), "--log-level", "warning"]
         controller = await asyncio.create_subprocess_exec(*command)
-        while not (folder / "ready.json").exists() and controller.returncode is None:
+        while not (folder / "ready.json").exists() and controller.returncode is None:  # noqa: ASYNC110 - another process writes it
             await asyncio.sleep(0.02)
         (launcher,) = children_of(controller.pid)
         before, own_before, began = cpu_of(launcher), cpu_of(controller.pid), time.perf_counter()

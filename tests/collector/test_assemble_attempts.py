@@ -170,7 +170,10 @@ def test_calls_are_numbered_by_request_time_and_the_last_is_done() -> None:
 
 def test_a_stamped_agent_path_wins_and_doubled_layers_are_one() -> None:
     made = attempt(
-        agent(1, "writer"), agent(2, "writer", 1), sdk_call(3, 2), sdk_call(4, 2, agentlightning__agent__path=["g", "n"])
+        agent(1, "writer"),
+        agent(2, "writer", 1),
+        sdk_call(3, 2),
+        sdk_call(4, 2, agentlightning__agent__path=["g", "n"]),
     )
     assert [row["agent_path"] for row in made.transitions] == [["writer"], ["g", "n"]]
 
@@ -228,7 +231,8 @@ def test_a_reward_for_a_call_that_is_not_here_is_nobodys_and_counted() -> None:
         spans.evaluation(hex_id(8), 1.0, agentlightning__call__id="call-other"),
         spans.evaluation(hex_id(9), 1.0, gen_ai__response__id="other"),
     )
-    assert made.rollout["rewards"] == [] and made.transitions[0]["rewards"] == []
+    assert made.rollout["rewards"] == []
+    assert made.transitions[0]["rewards"] == []
     assert made.counters["orphan"] == made.rollout["orphan"] == 2
 
 

@@ -11,19 +11,19 @@ import numpy as np
 import orjson
 import pytest
 import spans
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentlightning.collector import calls, genai_messages, otlp, tokens
 from agentlightning.collector.assemble import assemble
 from agentlightning.collector.calls import Agent, Call, Tool, read_role
+from agentlightning.collector.tables import tables
 from agentlightning.proto import attributes as names
 from agentlightning.proto.packed import pack_floats, pack_ids
 
 DUMPS = Path(__file__).parents[1] / "data" / "otlp"
 MANIFEST = {
-    line["file"]: line
-    for line in map(json.loads, (DUMPS / "MANIFEST.jsonl").read_text().splitlines())
+    line["file"]: line for line in map(json.loads, (DUMPS / "MANIFEST.jsonl").read_text().splitlines())
 }
 # Calls that no instrumentation of the dump records: /v1/completions, and one raw client.post.
 NOT_INSTRUMENTED = {
@@ -115,7 +115,12 @@ def test_messages_become_an_openai_body_with_tools_and_sampling() -> None:
 
 def test_agents_and_tools_are_told_from_calls() -> None:
     roles = [read_role(span) for span in load("autogen__builtin+genai_openai.json")]
-    assert Counter(type(role).__name__ for role in roles) == {"Call": 14, "Agent": 13, "Tool": 3, "NoneType": 23}
+    assert Counter(type(role).__name__ for role in roles) == {
+        "Call": 14,
+        "Agent": 13,
+        "Tool": 3,
+        "NoneType": 23,
+    }
     assert all(role.name for role in roles if isinstance(role, Agent | Tool))
 
 
@@ -170,11 +175,15 @@ def test_what_cannot_be_trusted_is_left_out_and_the_rest_of_the_row_stays(
     assert made.counters[f"unparsed.{reason}"] == 1
     assert made.rollout["unparsed"] >= 1
     (row,) = made.transitions
-    assert row["request"] and row["response"] and row["call_id"]
+    assert row["request"]
+    assert row["response"]
+    assert row["call_id"]
     if attribute == names.PROMPT_TOKEN_IDS:
-        assert row["prompt_token_ids"] is None and row["response_token_ids"] is not None
+        assert row["prompt_token_ids"] is None
+        assert row["response_token_ids"] is not None
     if reason in ("response_token_ids_length", "response_logprobs_not_parallel"):
-        assert row["response_token_ids"] is None and row["response_logprobs"] is None
+        assert row["response_token_ids"] is None
+        assert row["response_logprobs"] is None
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)))
@@ -222,9 +231,9 @@ def test_an_evaluation_may_be_a_span_an_event_or_a_log_record() -> None:
     contents = {names.EVALUATION_NAME: "reward", names.EVALUATION_SCORE: 0.5}
     as_span = decode(spans.evaluation("2" * 16, 0.5, parent="1" * 16))[0]
     as_event = decode(spans.span("agent", "1" * 16, events=[(names.EVALUATION_RESULT, contents)]))[0]
-    as_log = otlp.decode_logs(
-        spans.log_body(names.EVALUATION_RESULT, contents, parent="1" * 16), Counter()
-    )[0]
+    as_log = otlp.decode_logs(spans.log_body(names.EVALUATION_RESULT, contents, parent="1" * 16), Counter())[
+        0
+    ]
     for span in (as_span, as_event, as_log):
         (evaluation,) = calls.evaluations(span)
         assert (evaluation.name, evaluation.value, evaluation.span_id) == ("reward", 0.5, "1" * 16)
@@ -262,11 +271,50 @@ def test_attributes_of_every_type_come_back_from_json_as_they_were(content: Any)
     st.lists(st.dictionaries(st.sampled_from(["role", "parts", "type", "content"]), st.none() | st.integers() .filter(lambda n: abs(n) < 2**62) | st.text(max_size=3), max_size=3), max_size=2),
 )))  # fmt: skip
 def test_no_attribute_whatever_its_type_breaks_the_assembly(contents: dict[str, Any]) -> None:
-    from agentlightning.collector.tables import tables
-
     contents.setdefault(names.OPERATION_NAME, "chat")
     piece = spans.span("s", "1" * 16, **contents)
     decoded = otlp.decode_traces(spans.body(piece), Counter())
     made = [assemble(*span.key, [span]) for span in decoded]
     assert sum(len(table) for table in tables(made).values()) >= 2
     assert all(math.isfinite(row["reward"]) for row in (made[0].rollout,) if row["reward"] is not None)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(
+        st.sampled_from(["key", "value", "values", "stringValue", "intValue", "doubleValue", "bytesValue",
+                         "boolValue", "arrayValue", "kvlistValue", "attributes", "name", "code", "timeUnixNano",
+                         "droppedAttributesCount", "traceId"]),
+        inner,
+        max_size=3,
+    ),
+    max_leaves=15,
+)  # fmt: skip
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(["attributes", "events", "links", "status", "kind", "flags", "name", "startTimeUnixNano",
+                         "endTimeUnixNano", "parentSpanId", "droppedAttributesCount", "traceState"]),
+        JSON,
+    )
+)  # fmt: skip
+def test_a_json_span_of_whatever_shape_becomes_rows_or_is_counted(fields: dict[str, Any]) -> None:
+    item = {**fields, "traceId": "A" * 32, "spanId": "1" * 16}
+    document = {"resourceSpans": [{"scopeSpans": [{"spans": [item]}]}]}
+    (span,) = otlp.decode_traces_json(document, Counter())
+    assert (span.trace_id, span.span_id) == ("a" * 32, "1" * 16)
+    made = tables([assemble(*span.key, [span])])
+    assert len(made["spans"]) == 1
+
+
+def test_values_nested_too_deep_are_counted_not_followed() -> None:
+    deep: Any = 1
+    for _ in range(40):
+        deep = [deep]
+    counters: Counter[str] = Counter()
+    (span,) = otlp.decode_traces(spans.body(spans.span("s", "1" * 16, deep=deep, fine=[1])), counters)
+    assert span.attributes == {"deep": None, "fine": [1]}
+    assert counters == {"unparsed_attribute": 1}

@@ -50,7 +50,11 @@ def recorded(tmp_path: Path) -> Path:
 
 def table(out: Path, name: str = "transitions") -> pa.Table:
     found = open_dataset(out).table(name)
-    order = [(c, "ascending") for c in ("rollout_id", "attempt", "seq", "start_time", "span_id") if c in found.column_names]
+    order = [
+        (c, "ascending")
+        for c in ("rollout_id", "attempt", "seq", "start_time", "span_id")
+        if c in found.column_names
+    ]
     return found.sort_by(order).combine_chunks()
 
 
@@ -64,7 +68,10 @@ def test_every_token_comes_back_exactly(recorded: Path, tmp_path: Path) -> None:
         attributes = {item.key: item.value for item in span.attributes}
         if "agentlightning.call.id" not in attributes:
             continue
-        key = (attributes["agentlightning.rollout.id"].string_value, attributes["agentlightning.call.id"].string_value)
+        key = (
+            attributes["agentlightning.rollout.id"].string_value,
+            attributes["agentlightning.call.id"].string_value,
+        )
         row = rows[key]
         ids = "agentlightning.prompt.token_ids", "agentlightning.response.token_ids"
         assert row["prompt_token_ids"] == unpack_ids(attributes[ids[0]].bytes_value)
@@ -83,7 +90,10 @@ def forms() -> dict[str, Callable[[], tuple[str, bytes]]]:
     return {
         "json": lambda: ("a.json", json.dumps(spans.document(*whole)).encode()),
         "pretty json": lambda: ("a.json", json.dumps(spans.document(*whole), indent=2).encode()),
-        "json list": lambda: ("a.json", json.dumps([spans.document(*whole[:4]), spans.document(*whole[4:])]).encode()),
+        "json list": lambda: (
+            "a.json",
+            json.dumps([spans.document(*whole[:4]), spans.document(*whole[4:])]).encode(),
+        ),
         "json lines": lambda: ("a.jsonl", lines),
         "gzip": lambda: ("a.jsonl.gz", gzip.compress(lines)),
         "varint lengths": lambda: ("a.pb", b"".join(_VarintBytes(len(half)) + half for half in halves)),
@@ -180,7 +190,9 @@ def test_pyarrow_duckdb_and_polars_open_the_files_and_agree(recorded: Path, tmp_
     ids = "list_sum(response_token_ids)"
     total = duckdb.sql(f"select sum({ids}) from read_parquet('{file}')").fetchall()[0][0]
     polars_total = polars.read_parquet(file)["response_token_ids"].list.sum().sum()
-    assert total == polars_total == sum(map(sum, pq.read_table(file).column("response_token_ids").to_pylist()))
+    assert (
+        total == polars_total == sum(map(sum, pq.read_table(file).column("response_token_ids").to_pylist()))
+    )
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,12 @@ def test_pyarrow_duckdb_and_polars_open_the_files_and_agree(recorded: Path, tmp_
     ],
 )
 def test_a_bad_file_is_named_and_the_rest_goes_on(
-    name: str, content: bytes | None, sentence: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str,
+    content: bytes | None,
+    sentence: str,
+    recorded: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / name).write_bytes(recorded.read_bytes()[:-3] if content is None else content)
     code = convert_cli.main([str(tmp_path / name), str(recorded), "--out", str(tmp_path / "out"), "--json"])
@@ -206,7 +223,9 @@ def test_a_bad_file_is_named_and_the_rest_goes_on(
     report: dict[str, Any] = json.loads(printed.out)
     assert report["transitions"] == 5
     (refused,) = report["refused"]
-    assert name in refused and sentence in refused and refused in printed.err
+    assert name in refused
+    assert sentence in refused
+    assert refused in printed.err
     code = convert_cli.main([str(tmp_path / name), "--out", str(tmp_path / "none")])
     assert code == 2
     assert "Nothing could be read" in capsys.readouterr().err

@@ -101,7 +101,8 @@ def test_an_attempt_is_written_when_it_is_sealed_and_not_before(place: Place) ->
     assert (entry.calls_stored, entry.generation, entry.run_id) == (2, 0, "run")
     (row,) = place.rows("rollouts")
     assert (row["state"], row["calls_expected"], row["input"]) == ("succeeded", 2, '{"question": "?"}')
-    assert len(place.rows()) == 2 and len(place.rows("spans")) == 3
+    assert len(place.rows()) == 2
+    assert len(place.rows("spans")) == 3
     assert place.told.of("commit") == [{"type": "commit", "manifest": 1}]
 
 
@@ -123,7 +124,9 @@ def test_attempts_that_are_ready_together_share_one_commit(place: Place) -> None
 
 
 def test_a_seal_waits_for_the_calls_that_the_ledger_has(place: Place) -> None:
-    place.send(spans.gateway_call("r", 0), spans.gateway_call("r", 1, error="aborted"), spans.rollout_span("r", 2))
+    place.send(
+        spans.gateway_call("r", 0), spans.gateway_call("r", 1, error="aborted"), spans.rollout_span("r", 2)
+    )
     place.seal("r", 2)
     place.run(later=100)
     assert place.dataset.attempts == {}
@@ -212,7 +215,8 @@ def test_a_late_span_makes_a_new_generation_that_holds_everything(place: Place) 
     assert place.dataset.attempts["r", 0].generation == 1
     rollouts = {row["rollout_id"]: row for row in place.rows("rollouts")}
     assert (rollouts["r"]["reward"], rollouts["r"]["late"], rollouts["r"]["calls_expected"]) == (0.75, 1, 2)
-    assert place.calls("r") == 2 and place.calls("other") == 1
+    assert place.calls("r") == 2
+    assert place.calls("other") == 1
     assert len(place.rows("spans")) == 6
     counters = place.dataset.counters()
     assert (counters["late"], counters["generations"], counters["calls"]) == (1, 1, 3)
@@ -296,7 +300,8 @@ def test_killed_between_the_files_and_the_manifest_nothing_is_lost_or_doubled(
     place.restart()
     assert not leftover.exists()
     place.run()
-    assert place.calls("r") == 2 and place.calls("s") == 1
+    assert place.calls("r") == 2
+    assert place.calls("s") == 1
     assert place.dataset.counters()["calls"] == 3
     named = {path.name for path in place.dataset.files("transitions")}
     assert {path.name for path in (place.data / "transitions").iterdir()} == named
@@ -431,5 +436,3 @@ def test_a_new_journal_beside_an_old_data_set_begins_anew(place: Place, tmp_path
     other.seal("s", 1)
     other.run()
     assert {key for key, _ in place.dataset.attempts} == {"r", "s"}
-
-

@@ -24,7 +24,12 @@ def data(tmp_path: Path) -> Path:
             "r1",
             1,
             agentlightning__request=json.dumps(
-                {"messages": [{"role": "user", "content": "q0"}, {"role": "user", "content": "and then?\x1b[31m"}]}
+                {
+                    "messages": [
+                        {"role": "user", "content": "q0"},
+                        {"role": "user", "content": "and then?\x1b[31m"},
+                    ]
+                }
             ),
         ),
         spans.gateway_call("r2", 0, error="aborted"),
@@ -68,9 +73,18 @@ def test_the_summary_adds_up(data: Path, capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
-def test_the_summary_for_the_terminal_names_everything(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_for_the_terminal_names_everything(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = printed(capsys, data)
-    for part in ("2 rollouts", "failed: timeout", "reward", "calls by weight version", "why a sample began", "first"):
+    for part in (
+        "2 rollouts",
+        "failed: timeout",
+        "reward",
+        "calls by weight version",
+        "why a sample began",
+        "first",
+    ):
         assert part in text
 
 
@@ -101,7 +115,11 @@ def test_a_rollout_as_json_holds_bodies_and_figures(data: Path, capsys: pytest.C
 
 
 def test_rollouts_are_listed(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [line.split()[0] for line in printed(capsys, data, "--list").splitlines()] == ["rollout", "r1", "r2"]
+    assert [line.split()[0] for line in printed(capsys, data, "--list").splitlines()] == [
+        "rollout",
+        "r1",
+        "r2",
+    ]
 
 
 def test_one_run_alone_is_shown(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

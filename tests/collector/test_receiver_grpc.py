@@ -31,7 +31,7 @@ def spans(count: int = 1, size: int = 0) -> bytes:
     request = ExportTraceServiceRequest()
     scope = request.resource_spans.add().scope_spans.add()
     for _ in range(count):
-        span = scope.spans.add(trace_id=b"t" * 16, span_id=os.urandom(8), name="s")
+        span = scope.spans.add(trace_id=b"t" * 16, span_id=os.urandom(8), parent_span_id=b"p" * 8, name="s")
         span.attributes.add(key="filler").value.string_value = "x" * size
     return request.SerializeToString()
 

@@ -173,9 +173,12 @@ def test_sealing_again_answers_at_once_and_changes_nothing(collector: Any) -> No
 def test_a_seal_with_missing_calls_says_so_and_is_fulfilled_when_they_come(collector: Any) -> None:
     spans = [llm_span("r1", 0, n) for n in range(3)]
     send(collector, request_of("r1", 0, [*spans[:2], rollout_span("r1", 0, 3)]))
-    sealed, incomplete = seal(collector, {("r1", 0): 3}, timeout_s=1)
-    assert not sealed
-    missing = incomplete["r1", 0]
+    for _ in range(20):  # the converter may still be starting
+        sealed, incomplete = seal(collector, {("r1", 0): 3}, timeout_s=0.5)
+        assert not sealed
+        missing = incomplete["r1", 0]
+        if missing.calls_stored:
+            break
     assert (missing.calls_expected, missing.calls_stored) == (3, 2)
     assert missing.reason
 
@@ -284,7 +287,7 @@ def test_acknowledged_spans_survive_kill_9_exactly_once(collectors: Callable[...
     draw = random.Random(victim)
     collector = collectors().start()
     acknowledged: dict[str, int] = {}
-    for turn in range(3):
+    for turn in range(2):
         bodies = []
         for n in range(12):
             rollout_id = f"r{turn}-{n}"

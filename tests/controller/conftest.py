@@ -225,18 +225,20 @@ class RunningController:
     def log_of(self, rollout_id: str, name: str, attempt: int = 0) -> str:
         return (self.agents / rollout_id / str(attempt) / name).read_text(errors="replace")
 
-    def launcher(self) -> int:
-        """The process id of the agents' launcher (the evaluator's has a larger one)."""
-        return min(pid for pid in self.living() if _parent(pid) == self.process.pid)
+    def launchers(self) -> list[int]:
+        """The process ids of the agents' launcher and of the evaluator's, if there is one."""
+        pids = sorted(int(name) for name in filter(str.isdigit, os.listdir("/proc")))
+        return [pid for pid in pids if _parent(pid) == self.process.pid]
 
     def living(self) -> list[int]:
         """Every process that carries this controller's mark in its environment and has not ended."""
-        found = []
+        # The controller itself hides its environment from all but root.
+        found = [self.process.pid] if self.process.poll() is None else []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 if self.mark.encode() in Path(f"/proc/{name}/environ").read_bytes():
                     found.append(int(name))
-        return found
+        return sorted(set(found))
 
     def wait_until_gone(self, seconds: float = 10.0) -> None:
         """No process is left of this controller."""
@@ -289,9 +291,12 @@ def start(tmp_path: Path, gateway: ScriptedGateway) -> Iterator[Callable[..., Ru
     controllers: list[RunningController] = []
 
     def begin(
-        *options: str, environ: dict[str, str] | None = None, program: tuple[str, ...] = COMMAND
+        *options: str,
+        environ: dict[str, str] | None = None,
+        program: tuple[str, ...] = COMMAND,
+        gateway_url: str = gateway.url,
     ) -> RunningController:
-        controller = RunningController(tmp_path, gateway.url, options, environ or {}, program)
+        controller = RunningController(tmp_path, gateway_url, options, environ or {}, program)
         controllers.append(controller)
         assert controller.process.poll() is None, controller.text()
         return controller

@@ -6,6 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from agentlightning.controller.environment import allowed_environment
+from agentlightning.controller.spec import CommandAgent, FunctionAgent, parse_agent
+from agentlightning.proto.errors import ConfigError
+
 PYTHON = sys.executable
 
 
@@ -272,25 +278,36 @@ def test_many_forked_agents_take_seconds_not_minutes(gateway: Any, start: Any, m
     assert time.monotonic() - began < 15
 
 
+def test_what_agents_import_late_is_imported_once_and_only_if_it_is_installed(
+    gateway: Any, start: Any, module: Any
+) -> None:
+    module("late", "loaded = True\n")
+    module(
+        "agent",
+        """
+        import sys
+        def solve(question):
+            before = ["colorsys" in sys.modules, "late" in sys.modules]
+            import colorsys, late
+            return before
+        """,
+    )
+    controller = start("--agent", "agent:solve")
+    outputs = [gateway.outcome(gateway.add(question="x"))["output"] for _ in range(3)]
+    assert outputs == [[False, False], [True, False], [True, False]]
+    assert controller.process.poll() is None
+
+
 def test_mistakes_in_the_command_line_are_one_sentence(refuse: Callable[..., str], module: Any) -> None:
     module("agent", "value = 3\ndef solve(): pass\n")
     module("broken", "raise RuntimeError('no database')\n")
     cases = {
         ("--agent", "agent:sovle"): "there is no 'sovle' in agent. Did you mean 'solve'?",
-        ("--agent", "agent:value"): "agent:value is not a function.",
         ("--agent", "nowhere:solve"): "No module named 'nowhere'",
         ("--agent", "broken:solve"): "RuntimeError: no database",
+        ("--agent", "agent:solve", "--evaluator", "agent:value"): "agent:value is not a function.",
         ("--agent", "no-such-program {x}"): "'no-such-program' was not found",
-        ("--agent", "echo {x"): "write {field} for a field of the task",
-        ("--agent", "echo {0}"): "{0} is not the name of a field",
-        ("--agent", "echo 'x"): "is not a command line",
-        ("--agent", ""): "--agent is empty",
-        ("--agent", "echo", "--evaluator", "agent.solve"): "write it module:function",
-        ("--agent", "echo", "--evaluator", "agent:nothing"): "there is no 'nothing' in agent.",
         ("--agent", "echo", "--setup", "agent:solve"): "--setup is for agents that are Python functions",
-        ("--agent", "echo", "--env", "A=b"): "--env takes a name alone",
-        ("--agent", "echo", "--env", "NO_SUCH_VARIABLE"): "no such variable",
-        ("--agent", "echo", "--env", "OPENAI_API_KEY"): "sets OPENAI_API_KEY itself",
         ("--agent", "echo", "--gateway", "127.0.0.1:80"): "is not an address",
         ("--agent", "echo", "--cwd", "/no/such"): "there is no such folder",
         ("--agent", "echo", "--timeout", "-1"): "must be more than zero",
@@ -300,3 +317,40 @@ def test_mistakes_in_the_command_line_are_one_sentence(refuse: Callable[..., str
         assert sentence in said, (options, said)
         if "broken:solve" not in options:  # where the user's own module raised, its stack says where
             assert "Traceback" not in said, (options, said)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("echo {x", "write {field} for a field of the task"),
+        ("echo {0}", "{0} is not the name of a field"),
+        ("echo {x!r}", "{x} is not the name of a field"),
+        ("echo 'x", "is not a command line: No closing quotation."),
+        ("  ", "--agent is empty"),
+    ],
+)
+def test_an_unreadable_command_line_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_agent(text)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("A=b", "--env takes a name alone"),
+        ("MISSING", "no such variable"),
+        ("OPENAI_API_KEY", "sets OPENAI_API_KEY itself"),
+        ("AGENTLIGHTNING_TASK", "sets AGENTLIGHTNING_TASK itself"),
+    ],
+)
+def test_a_variable_that_cannot_be_passed_on_is_refused(name: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        allowed_environment({"A": "b", "OPENAI_API_KEY": "x"}, [name])
+    assert sentence in str(refused.value)
+
+
+def test_a_function_is_told_from_a_command() -> None:
+    assert parse_agent("pkg.mod:Class.solve") == FunctionAgent("pkg.mod:Class.solve")
+    for text in ("python agent.py", "./agent:1", "agent.sh", "mod:"):
+        assert isinstance(parse_agent(text), CommandAgent)

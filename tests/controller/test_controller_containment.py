@@ -127,7 +127,7 @@ def test_no_orphan_and_a_retry_after_the_launcher_is_killed(
     gateway: Any, hanging: Any, tmp_path: Path
 ) -> None:
     controller, rollouts = hanging(3)
-    os.kill(controller.launcher(), signal.SIGKILL)
+    os.kill(controller.launchers()[0], signal.SIGKILL)
     for rollout in rollouts:
         outcome = gateway.outcome(rollout)
         assert (outcome["state"], outcome["cause"]) == ("failed", "infra_error")
@@ -143,7 +143,7 @@ def test_no_orphan_and_a_retry_after_the_launcher_is_killed(
 
 def test_no_agent_survives_both_being_killed_at_once(hanging: Any, tmp_path: Path) -> None:
     controller, _ = hanging(1)
-    launcher = controller.launcher()
+    launcher = controller.launchers()[0]
     first = [pid for pid in controller.living() if pid not in (launcher, controller.process.pid)]
     os.kill(launcher, signal.SIGSTOP)  # so that it cannot clean up
     controller.process.kill()

@@ -1,6 +1,9 @@
 """Rewards come from an evaluator that the agent cannot reach, and are on record before the attempt ends."""
 
 import json
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +97,26 @@ def test_an_evaluator_that_hangs_is_given_up(gateway: Any, start: Any, module: A
     outcome = gateway.outcome(gateway.add(answer=1000))
     assert outcome["cause"] == "infra_error"
     assert "The evaluator judge:evaluate ran longer than 0.5 s" in outcome["error"]
+    assert gateway.outcome(gateway.add(answer=0))["state"] == "succeeded"
+
+
+def test_a_killed_evaluator_is_started_again(gateway: Any, start: Any, module: Any) -> None:
+    module("agent", AGENT)
+    module(
+        "judge",
+        "import time\ndef evaluate(task, output):\n    print('judging')\n    time.sleep(output)\n    return 1.0\n",
+    )
+    controller = start("--agent", "agent:solve", "--evaluator", "judge:evaluate")
+    first = gateway.add(answer=1000)
+    log = controller.agents / first / "0" / "evaluator.log"
+    deadline = time.monotonic() + 30
+    while not log.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(controller.launchers()[1], signal.SIGKILL)
+    outcome = gateway.outcome(first)
+    assert outcome["cause"] == "infra_error"
+    assert "could not run: the evaluator launcher ended (signal 9)" in outcome["error"]
     assert gateway.outcome(gateway.add(answer=0))["state"] == "succeeded"
 
 

@@ -143,6 +143,9 @@ class Engine:
                     self.left += 1
                     return
                 await asyncio.sleep(0.005)
+        except asyncio.CancelledError:  # Starlette watches streams itself
+            self.left += 1
+            raise
         finally:
             self.waiting -= 1
 

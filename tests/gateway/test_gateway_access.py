@@ -2,15 +2,14 @@
 
 import base64
 import json
-import subprocess
-import sys
+import logging
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from agentlightning.gateway.cli import main
 from agentlightning.gateway.tokens import Claims, Denied, Signer
+from agentlightning.proto import process
 
 BODY = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
@@ -245,23 +244,18 @@ def test_an_engines_token_comes_from_its_file(start_gateway, engine, tmp_path):
     assert b"engine-secret" not in (gateway.folder / "state" / "gateway.db").read_bytes()
 
 
-def command(*options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "agentlightning.gateway.cli", *map(str, options)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-def test_a_users_mistake_is_one_clear_sentence(gateway, tmp_path):
+def test_a_users_mistake_is_one_clear_sentence(gateway, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # the command sets up its own
+    monkeypatch.setattr(process, "LOCK_WAIT", 0.1)
     loose = tmp_path / "loose.json"
     loose.write_text(json.dumps(gateway.tokens))
     loose.chmod(0o644)
     short = tmp_path / "short.json"
     short.write_text('{"admin": "a", "trainer": "b", "controller": "c"}')
     short.chmod(0o600)
-    base = ["--state", tmp_path / "state", "--collector", "http://127.0.0.1:4318"]
+    state = ["--state", tmp_path / "state"]
+    base = [*state, "--collector", "http://127.0.0.1:4318"]
+    used = ["--state", gateway.folder / "state", "--collector", "http://127.0.0.1:4318"]
     for options, sentence in (
         ([*base, "--port", gateway.port], "cannot listen on 127.0.0.1"),
         ([*base, "--port", 0, "--host", "0.0.0.0"], "without a token"),
@@ -271,28 +265,18 @@ def test_a_users_mistake_is_one_clear_sentence(gateway, tmp_path):
         ([*base, "--port", 0, "--engine", "ftp://x"], "must begin with http://"),
         ([*base, "--port", 0, "--database", "mysql://x/y"], "database"),
         ([*base, "--port", 0, "--max-body-mib", 0], "above zero"),
-        (
-            ["--state", tmp_path / "state", "--collector", "127.0.0.1:4318", "--port", 0],
-            "must begin with http://",
-        ),
+        ([*state, "--collector", "127.0.0.1:4318", "--port", 0], "must begin with http://"),
+        ([*used, "--port", 0], f"in use by process {gateway.process.pid}"),
     ):
-        ended = command(*options)
-        assert ended.returncode == 2, ended.stderr
-        assert sentence in ended.stderr.splitlines()[-1]
-        assert "Traceback" not in ended.stderr
+        assert main([str(option) for option in options]) == 2
+        assert sentence in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_the_help_shows_an_example():
-    ended = command("--help")
-    assert ended.returncode == 0
-    assert "example:" in ended.stdout
-
-
-def test_a_second_gateway_on_the_same_state_is_refused(start_gateway, tmp_path: Path, monkeypatch: Any):
-    gateway = start_gateway()
-    ended = command("--state", gateway.folder / "state", "--collector", "http://127.0.0.1:1", "--port", 0)
-    assert ended.returncode == 2
-    assert f"in use by process {gateway.process.pid}" in ended.stderr
+def test_the_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    assert "example:" in capsys.readouterr().out
 
 
 def test_sigterm_ends_followers_and_waiters_and_exits_zero(start_gateway):

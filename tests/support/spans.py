@@ -1,5 +1,7 @@
 """Spans as agents and the gateway send them, as OTLP protobuf."""
 
+import base64
+import json
 from collections.abc import Iterable
 from typing import Any
 
@@ -7,7 +9,7 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue, KeyValueList
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids
@@ -60,15 +62,17 @@ def span(
         span_id=bytes.fromhex(span_id),
         parent_span_id=bytes.fromhex(parent or ""),
         name=name,
-        kind=3,
+        kind=Span.SPAN_KIND_CLIENT,
         start_time_unix_nano=START + start * SECOND,
         end_time_unix_nano=START + (start + 1 if end is None else end) * SECOND,
         attributes=attributes({key.replace("__", "."): content for key, content in attrs.items()}),
     )
     for event_name, contents in events:
-        made.events.add(name=event_name, time_unix_nano=made.end_time_unix_nano, attributes=attributes(contents))
+        made.events.add(
+            name=event_name, time_unix_nano=made.end_time_unix_nano, attributes=attributes(contents)
+        )
     if error:
-        made.status.code = 2
+        made.status.code = Status.STATUS_CODE_ERROR
         made.status.message = error
     return resource or {}, scope, made
 
@@ -155,8 +159,12 @@ def gateway_call(
         names.REQUEST_MODEL: "policy",
         names.RESPONSE_ID: f"chatcmpl-{rollout_id}-{attempt}-{number}",
         names.FINISH_REASONS: ["stop"],
-        names.REQUEST: '{"model": "policy", "messages": [{"role": "user", "content": "q%d"}]}' % number,
-        names.RESPONSE: '{"choices": [{"index": 0, "message": {"role": "assistant", "content": "a%d"}}]}' % number,
+        names.REQUEST: json.dumps(
+            {"model": "policy", "messages": [{"role": "user", "content": f"q{number}"}]}
+        ),
+        names.RESPONSE: json.dumps(
+            {"choices": [{"index": 0, "message": {"role": "assistant", "content": f"a{number}"}}]}
+        ),
         "gen_ai.request.temperature": 0.7,
         names.PROMPT_TOKEN_IDS: pack_ids(prompt),
         names.RESPONSE_TOKEN_IDS: pack_ids(response),
@@ -176,7 +184,9 @@ def gateway_call(
     )
 
 
-def rollout_span(rollout_id: str, calls: int, *, attempt: int = 0, state: str = "succeeded", **more: Any) -> Piece:
+def rollout_span(
+    rollout_id: str, calls: int, *, attempt: int = 0, state: str = "succeeded", **more: Any
+) -> Piece:
     contents = {
         **identity(rollout_id, attempt),
         names.ROLLOUT_STATE: state,
@@ -195,7 +205,13 @@ def rollout_span(rollout_id: str, calls: int, *, attempt: int = 0, state: str = 
 
 
 def evaluation(
-    span_id: str, score: Any, *, name: str = "reward", trace: str = "a" * 32, parent: str | None = None, **more: Any
+    span_id: str,
+    score: Any,
+    *,
+    name: str = "reward",
+    trace: str = "a" * 32,
+    parent: str | None = None,
+    **more: Any,
 ) -> Piece:
     return span(
         names.EVALUATION_RESULT,
@@ -213,6 +229,4 @@ def evaluation(
 
 
 def _hex(text: str) -> str:
-    import base64
-
     return base64.b64decode(text).hex()

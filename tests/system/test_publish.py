@@ -20,6 +20,8 @@ from agentlightning.trainer.model import save_weights
 from agentlightning.trainer.publish import Publisher, PublishRefused
 from agentlightning.trainer.supervisor import Supervisor
 
+PROBES = [list(range(2, 40)), list(range(250, 200, -1))]
+
 
 @dataclass
 class Stage:
@@ -74,7 +76,7 @@ def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_
         gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
         engine = EngineClient(services.engine, token=services.engine_token)
         await gateway.set_policy("policy", "tiny", {})
-        options = {"policy": "policy", "base": tiny_model, "dtype": torch.float32}
+        options = {"policy": "policy", "base": tiny_model, "dtype": torch.float32, "probes": PROBES}
         good = Publisher(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         bad = WrongWeights(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         try:
@@ -110,7 +112,13 @@ def test_an_engine_that_is_killed_serves_the_published_version_again(stage: Stag
         engine = EngineClient(services.engine, token=services.engine_token)
         await gateway.set_policy("policy", "tiny", {})
         publisher = Publisher(
-            stage.layout, gateway, engine, policy="policy", base=tiny_model, dtype=torch.float32
+            stage.layout,
+            gateway,
+            engine,
+            policy="policy",
+            base=tiny_model,
+            dtype=torch.float32,
+            probes=PROBES,
         )
         try:
             nudge(stage.learner)

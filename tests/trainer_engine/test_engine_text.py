@@ -1,5 +1,6 @@
 """Text comes in whole characters, without stop strings, and calls are told from content however it is cut."""
 
+import itertools
 import json
 import random
 from typing import Any
@@ -17,7 +18,7 @@ ADD = ToolCall("add", '{"a":  1}')
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     edges = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    return [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [text[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def parse(pieces: list[str]) -> list[str | ToolCall]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer import pack as packing
+from agentlightning.trainer import tree_attention
 from agentlightning.trainer.pack import check_depth, check_model, forward, pack, plan
 from agentlightning.trainer.samples import Sample, SampleSet
 
@@ -32,10 +33,13 @@ def gradients(model: Any) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("max_tokens", [1, 20, 60, 100_000])
+@pytest.mark.parametrize(
+    ("max_tokens", "block_rows"), [(1, 128), (20, 5), (60, 128), (100_000, 1), (100_000, 7), (100_000, 128)]
+)
 def test_packed_equals_padded_in_values_and_gradients(
-    tiny_llama: Model, random_batch: Batch, max_tokens: int
+    tiny_llama: Model, random_batch: Batch, max_tokens: int, block_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(tree_attention.ROWS, "cpu", block_rows)
     samples = list(random_batch(1).samples)
     model = tiny_llama()
     generator = torch.Generator().manual_seed(0)
@@ -56,6 +60,31 @@ def test_packed_equals_padded_in_values_and_gradients(
         total.backward()
     for name, gradient in gradients(model).items():
         torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_blocks_hold_the_rows_and_their_ancestors_alone() -> None:
+    generator = np.random.default_rng(0)
+    parent = [-1] + [int(generator.integers(max(0, i - 4), i)) for i in range(1, 300)]
+    # Renumbered in depth-first order.
+    children: dict[int, list[int]] = {}
+    for i, p in enumerate(parent):
+        children.setdefault(p, []).append(i)
+    ancestors: list[set[int]] = []
+    end = np.zeros(300, np.int64)
+
+    def visit(node: int, above: set[int]) -> None:
+        number = len(ancestors)
+        ancestors.append(above | {number})
+        for child in children.get(node, []):
+            visit(child, ancestors[number])
+        end[number] = len(ancestors)
+
+    visit(0, set())
+    for block in tree_attention.blocks_of(end, torch.device("cpu")):
+        for i, row in enumerate(range(block.start, block.stop)):
+            assert set(block.columns[block.visible[0, 0, i]].tolist()) == ancestors[row]
+        needed = set().union(*(ancestors[row] for row in range(block.start, block.stop)))
+        assert set(block.columns.tolist()) == needed
 
 
 def test_what_samples_share_is_computed_once(one_sample: Callable[..., Sample]) -> None:

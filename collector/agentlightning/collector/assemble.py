@@ -10,7 +10,7 @@ but the count of duplicates.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,12 +34,13 @@ from agentlightning.proto import attributes as names
 from agentlightning.proto.ids import call_id as derived_call_id
 from agentlightning.proto.ids import rollout_span_id
 
-__all__ = ["Assembled", "assemble", "calls_stored", "is_complete", "is_rollout_span"]
+__all__ = ["Assembled", "assemble", "calls_stored", "is_rollout_span"]
 
 SpanKey = tuple[str, str]  # trace id, span id
 
 _REMOTE: Final = 0x300
 """OTLP's flags that say: whether the parent is remote is known, and it is."""
+_MAX_COUNT: Final = 2**31 - 1  # the column's type
 _IDENTITY: Final = {
     "run_id": names.RUN_ID,
     "group_id": names.GROUP_ID,
@@ -133,7 +134,7 @@ def assemble(
     if rollout["calls_expected"] is None:
         rollout["calls_expected"] = calls_expected
     for name in ("duplicate", "late", "orphan", "unparsed", "dropped_attributes"):
-        rollout[name] = counters[name]
+        rollout[name] = min(counters[name], _MAX_COUNT)
     return Assembled(rollout_id, attempt, transitions, rollout, unique, +counters)
 
 
@@ -150,20 +151,6 @@ def calls_stored(spans: Iterable[Span]) -> int:
 def is_rollout_span(span: Span) -> bool:
     """Whether this is the span that the gateway writes when an attempt has ended."""
     return span.name == names.ROLLOUT_SPAN_NAME and names.ROLLOUT_STATE in span.attributes
-
-
-def is_complete(spans: Sequence[Span]) -> bool:
-    """Whether a root is in and every parent is known: then nothing is missing that can be known to be."""
-    known = {_key(span) for span in spans if span.signal == "span"}
-    roots = False
-    for span in spans:
-        if span.signal != "span":
-            continue
-        if span.parent_span_id is None:
-            roots = True
-        elif (span.trace_id, span.parent_span_id) not in known:
-            return False
-    return roots
 
 
 class _Forest:
@@ -243,7 +230,16 @@ def _fullness(span: Span) -> tuple[int, int, str]:
 
 
 def _canonical(span: Span) -> str:
-    return orjson.dumps(attributes_to_json(span.attributes), option=orjson.OPT_SORT_KEYS).decode()
+    """Everything that rows are made of, so that no two different spans are equal."""
+    content = [
+        attributes_to_json(span.attributes),
+        attributes_to_json(span.resource.attributes),
+        [span.parent_span_id, span.start_ns, span.name, span.scope, span.scope_version, span.kind],
+        [span.status_code, span.status_message, span.flags, span.trace_state, span.dropped_attributes],
+        [[event.name, event.time_ns, attributes_to_json(event.attributes)] for event in span.events],
+        [[link.trace_id, link.span_id, attributes_to_json(link.attributes)] for link in span.links],
+    ]
+    return orjson.dumps(content, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _join(forest: _Forest) -> list[_Joined]:
@@ -392,10 +388,13 @@ def _judged_call(
     if evaluation.call_id is not None:
         call = by_call_id.get(evaluation.call_id)
         return call, call is not None
+    start = (evaluation.trace_id, evaluation.span_id or "")
+    direct = by_member.get(start)
+    if direct is not None and _key(direct.truth.span) == start:
+        return direct, True  # of several choices with one response id, this one
     if evaluation.response_id is not None and evaluation.response_id in by_response_id:
         return by_response_id[evaluation.response_id], True
     if evaluation.span_id is not None:
-        start = (evaluation.trace_id, evaluation.span_id)
         for key in (start, *forest.ancestors(start)):
             if key in by_member:
                 return by_member[key], True

@@ -14,7 +14,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -22,7 +22,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from agentlightning.collector.assemble import Assembled, assemble
-from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, decode
+from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, Stopped, decode
 from agentlightning.collector.otlp import Span
 from agentlightning.collector.records import JournalReader, Kind, Record
 from agentlightning.collector.supervise import Link
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 WRITER: Final = "collector"
 READ_BYTES: Final = 8 << 20
 """Read this much before looking what is ready."""
-COMMIT_BYTES: Final = 64 << 20
+COMMIT_BYTES: Final = 32 << 20
 """Of bodies in one commit: bounds memory when much is ready at once."""
 TRIM_BYTES: Final = 64 << 20
 """A commit without attempts is made when the journal could be cut by this much."""
@@ -80,17 +80,25 @@ class _Made:
     counters: Counter[str]
     """What it adds to the data set's."""
 
-    @property
-    def size(self) -> int:
-        """Bytes of its attributes, about."""
-        values = (value for span in self.rows.spans for value in span.attributes.values())
-        return sum(len(value) for value in values if isinstance(value, str | bytes))
-
 
 class Converter:
     """The work of the process, without its life: `step` again and again."""
 
-    def __init__(self, data: Path, reader: JournalReader, link: Receiver, *, idle_timeout: float = 300.0):
+    def __init__(
+        self,
+        data: Path,
+        reader: JournalReader,
+        link: Receiver,
+        *,
+        idle_timeout: float = 300.0,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Go on where the data set says.
+
+        Args:
+            idle_timeout: seconds after which an attempt without news is written as it is.
+            stopping: asked where a step may take long; then the step ends with Stopped, nothing half done.
+        """
         (data / MANIFESTS).mkdir(parents=True, exist_ok=True)
         self.data = data
         self.position = 0
@@ -99,7 +107,7 @@ class Converter:
         """Counters since the process began."""
         self._reader = reader
         self._link = link
-        self._open = OpenAttempts(reader, idle_timeout)
+        self._open = OpenAttempts(reader, idle_timeout, stopping)
         self._dataset = Dataset(data)
         self._written: dict[Key, _Written] = {}
         self._counted = 0
@@ -120,12 +128,13 @@ class Converter:
         return len(self._open)
 
     def step(self, now: float | None = None) -> bool:
-        """Read some, write what is ready; whether anything was read or written."""
+        """Read some, write some of what is ready; whether there may be more to do at once."""
         began = self.position
         self._read()
         ready = list(self._open.ready(time.time() if now is None else now, caught_up=self.caught_up))
-        self._write(ready)
-        if not ready and self._open.low(self.position) - self._low >= TRIM_BYTES:
+        if ready:
+            self._write(ready)
+        elif self._open.low(self.position) - self._low >= TRIM_BYTES:
             self._put([])
         self._report_pending()
         return bool(ready) or self.position > began
@@ -233,30 +242,32 @@ class Converter:
     # ---- writing ----
 
     def _write(self, ready: Sequence[tuple[OpenAttempt, bool]]) -> None:
-        """Commit attempts, as many at a time as fit in memory."""
-        batch: list[_Made] = []
+        """Commit attempts, as many as fit in memory: the next step writes the rest."""
+        batch: list[tuple[OpenAttempt, bool]] = []
         size = 0
         for attempt, truncated in ready:
-            made = self._assemble(attempt)
+            batch.append((attempt, truncated))
+            size += attempt.size
+            if size >= COMMIT_BYTES:
+                break
+        loaded = self._open.load([attempt for attempt, _ in batch])
+        making: list[_Made] = []
+        for attempt, truncated in batch:
+            made = self._assemble(attempt, loaded[attempt.key])
             if made is None:
                 self._open.close(attempt)
                 continue
             if truncated:
                 made.counters["truncated"] += 1
                 log.warning("Attempt %s/%d was idle for too long; it is written as it is.", *attempt.key)
-            batch.append(made)
-            size += made.size
-            if size >= COMMIT_BYTES:
-                self._put(batch)
-                batch, size = [], 0
-        if batch:
-            self._put(batch)
+            making.append(made)
+        if making:
+            self._put(making)
 
-    def _assemble(self, attempt: OpenAttempt) -> _Made | None:
+    def _assemble(self, attempt: OpenAttempt, spans: list[Span]) -> _Made | None:
         """The attempt's rows; None if there is nothing to write."""
         rollout_id, number = attempt.key
         expected = attempt.seal.calls_expected if attempt.seal is not None else None
-        spans = self._open.load(attempt)
         if attempt.generation > 0:
             return self._next_generation(attempt, spans, expected)
         if not spans and expected:
@@ -298,8 +309,7 @@ class Converter:
 
     def _put(self, batch: Sequence[_Made]) -> None:
         """One commit: files, then the manifest that makes them exist. Nothing changes here if it fails."""
-        writing = {made.attempt.key for made in batch}
-        low = min((open.low for open in self._open if open.key not in writing), default=self.position)
+        low = self._open.low(self.position, without=[made.attempt for made in batch])
         counters = Counter(self._counters)
         for made in batch:
             counters.update(made.counters)
@@ -395,31 +405,40 @@ def _main(argv: list[str] | None) -> int:
     link = Link(arguments.link_fd)
     with lock_directory(arguments.state / "converter", "The converter's state"):
         reader = JournalReader(arguments.state / "journal")
-        converter = Converter(arguments.data, reader, link, idle_timeout=arguments.idle_timeout)
+        converter = Converter(
+            arguments.data,
+            reader,
+            link,
+            idle_timeout=arguments.idle_timeout,
+            stopping=lambda: bool(stopping),
+        )
         _run(converter, link, stopping)
     return 0
 
 
 def _run(converter: Converter, link: Link, stopping: list[int]) -> None:
+    tables([assemble("", 0, [])])  # the libraries load parts on first use; no trainer shall wait for that
     link.send(converter.progress())  # ready
     told = time.monotonic()
     busy = True
-    while True:
-        wait = 0.0 if busy or not converter.caught_up else TICK_SECONDS
-        alive = link.wait(wait) and not stopping
+    while not stopping:
+        alive = link.wait(0.0 if busy else TICK_SECONDS)
+        was_busy, failed = busy, False
         try:
             busy = converter.step()
+        except Stopped:
+            return
         except OSError as error:
             # A full disk: the journal keeps everything meanwhile.
             log.error("The data set at %s cannot be written: %s. Trying again.", converter.data, error)
-            busy = False
+            busy, failed = False, True
             if alive:
                 time.sleep(RETRY_SECONDS)
-        if busy and time.monotonic() - told >= PROGRESS_SECONDS:
+        now = time.monotonic()
+        if (was_busy and not busy) or (busy and now - told >= PROGRESS_SECONDS):
             link.send(converter.progress())
-            told = time.monotonic()
-        if not alive and (converter.caught_up or stopping):
-            link.send(converter.progress())
+            told = now
+        if not alive and (failed or (converter.caught_up and not busy)):
             return
 
 

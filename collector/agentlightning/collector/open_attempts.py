@@ -6,7 +6,7 @@ the limit the largest attempts keep their positions alone, and are read again wh
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,11 +24,11 @@ from agentlightning.collector.otlp import (
 from agentlightning.collector.records import JournalReader, Kind, Record
 from agentlightning.proto.attributes import CALLS_EXPECTED, ROLLOUT_SPAN_NAME
 
-__all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "decode"]
+__all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "Stopped", "decode"]
 
 Key = tuple[str, int]  # rollout id, attempt
 
-MEMORY_BYTES: Final = 48 << 20
+MEMORY_BYTES: Final = 32 << 20
 """Of bodies whose decoded spans are kept; they take about three times as much."""
 QUIET_SECONDS: Final = 2.0
 """An attempt that looks complete is written without a seal after this time without news."""
@@ -36,6 +36,10 @@ LATE_SECONDS: Final = 1.0
 """Late spans of one attempt are collected this long before its next generation is written."""
 ROLLOUT_SPAN_SECONDS: Final = 2.0
 """A seal whose calls are all in waits this long for the gateway's word on how the attempt ended."""
+
+
+class Stopped(Exception):
+    """The process was told to end while it read spans again."""
 
 
 @dataclass(slots=True)
@@ -59,6 +63,9 @@ class OpenAttempt:
     spans: list[Span] | None = field(default_factory=list)
     """None: read again from `positions`."""
     size: int = 0
+    """Bytes of its spans, about."""
+    count: int = 0
+    """Spans so far."""
     last_seen: float = 0.0
     seal: Seal | None = None
     ledger: set[str] = field(default_factory=set)
@@ -68,16 +75,15 @@ class OpenAttempt:
     """The attempt is a trace that belongs to no rollout."""
     root: bool = False
     """A span that stands for the whole attempt is in."""
+    known: set[tuple[str, str]] = field(default_factory=set)
+    parents: set[tuple[str, str]] = field(default_factory=set)
+    """Every span and every parent by identity: the attempt may be complete when all parents are known."""
     ended: bool = False
-    """The gateway has said how the attempt ended."""
+    """It has been said how the attempt ended."""
     calls_expected: int | None = None
     """From the gateway's rollout span."""
     stored_earlier: int = 0
     """Calls of the generation before."""
-    count: int = 0
-    """Spans so far."""
-    checked: int = -1
-    """`count` when completeness was last looked at."""
     stored: tuple[int, int] = (-1, 0)
     """`count` when calls were last counted, and how many there were."""
     reported: tuple[int, int] | None = None
@@ -89,19 +95,23 @@ class OpenAttempt:
             self.positions.append(record.position)
         self.last_seen = max(self.last_seen, record.time_ns / 1e9)
         self.count += 1
+        self.size += share
         if self.spans is not None:
             self.spans.append(span)
-            self.size += share
         self.note(span)
 
     def note(self, span: Span) -> None:
         """Learn what decides when the attempt is ready."""
-        key = ledger_key(span)
-        if key is not None:
-            self.ledger.add(key)
+        if is_gateway_call(span):
             self.through_gateway = True
-        elif is_gateway_call(span):
-            self.through_gateway = True
+            key = ledger_key(span)
+            if key is not None:
+                self.ledger.add(key)
+        if span.signal != "span":
+            return
+        self.known.add((span.trace_id, span.span_id))
+        if span.parent_span_id is not None:
+            self.parents.add((span.trace_id, span.parent_span_id))
         if span.name == ROLLOUT_SPAN_NAME:
             self.root = True
             if assemble.is_rollout_span(span):
@@ -110,19 +120,19 @@ class OpenAttempt:
                 self.calls_expected = expected if isinstance(expected, int) else None
         elif span.trace_id == self.key[0]:
             self.is_trace = True
-            self.root = self.root or (span.parent_span_id is None and span.signal == "span")
+            self.root = self.root or span.parent_span_id is None
 
 
 class OpenAttempts:
     """All of them, within a limit of memory."""
 
-    def __init__(self, reader: JournalReader, idle_timeout: float) -> None:
+    def __init__(self, reader: JournalReader, idle_timeout: float, stopping: Callable[[], bool]) -> None:
         self.by_key: dict[Key, OpenAttempt] = {}
         self._reader = reader
         self._idle_timeout = idle_timeout
-        self._size = 0
+        self._stopping = stopping
+        self._size = 0  # of those whose spans are kept
         self._began = time.time()
-        self._again: tuple[int, list[Span]] = (-1, [])  # the record that was last decoded again
 
     def __len__(self) -> int:
         return len(self.by_key)
@@ -130,41 +140,46 @@ class OpenAttempts:
     def __iter__(self) -> Iterator[OpenAttempt]:
         return iter(self.by_key.values())
 
-    def low(self, default: int) -> int:
+    def low(self, default: int, without: Iterable[OpenAttempt] = ()) -> int:
         """The lowest position that is still needed."""
-        return min((attempt.low for attempt in self), default=default)
+        closing = {attempt.key for attempt in without}
+        return min((attempt.low for attempt in self if attempt.key not in closing), default=default)
 
     def add(self, attempt: OpenAttempt, span: Span, record: Record, share: int) -> None:
         """Give a span to its attempt."""
-        before = attempt.size
         attempt.add(span, record, share)
-        self._size += attempt.size - before
-        if self._size > MEMORY_BYTES:
-            self._forget_largest()
+        if attempt.spans is not None:
+            self._size += share
+            if self._size > MEMORY_BYTES:
+                self._forget_largest()
 
     def close(self, attempt: OpenAttempt) -> None:
         """It is in the data set."""
-        self._size -= attempt.size
+        if attempt.spans is not None:
+            self._size -= attempt.size
         del self.by_key[attempt.key]
 
-    def load(self, attempt: OpenAttempt) -> list[Span]:
-        """Its spans, read again if they were forgotten."""
-        if attempt.spans is not None:
-            return attempt.spans
-        spans: list[Span] = []
-        for position in attempt.positions:
-            if self._again[0] != position:
-                record = self._reader.read_at(position)
-                self._again = (position, decode(record, Counter()))  # was counted the first time
-            spans.extend(span for span in self._again[1] if span.key == attempt.key)
-        return spans
+    def load(self, attempts: Sequence[OpenAttempt]) -> dict[Key, list[Span]]:
+        """The spans of some attempts; what was forgotten is read again, each record once. Raises Stopped."""
+        loaded = {attempt.key: [] if attempt.spans is None else attempt.spans for attempt in attempts}
+        forgotten = {attempt.key for attempt in attempts if attempt.spans is None}
+        positions = {
+            position for attempt in attempts if attempt.spans is None for position in attempt.positions
+        }
+        for position in sorted(positions):
+            if self._stopping():
+                raise Stopped
+            for span in decode(self._reader.read_at(position), Counter()):  # was counted the first time
+                if span.key in forgotten:
+                    loaded[span.key].append(span)
+        return loaded
 
     def stored(self, attempt: OpenAttempt) -> int:
         """Its calls, counted as the gateway's ledger counts them."""
         if attempt.through_gateway:
             return len(attempt.ledger)
         if attempt.stored[0] != attempt.count:
-            stored = attempt.stored_earlier + assemble.calls_stored(self.load(attempt))
+            stored = attempt.stored_earlier + assemble.calls_stored(self.load([attempt])[attempt.key])
             attempt.stored = (attempt.count, stored)
         return attempt.stored[1]
 
@@ -197,20 +212,15 @@ class OpenAttempts:
             return attempt.calls_expected is None or self.stored(attempt) >= attempt.calls_expected
         if attempt.through_gateway and not attempt.is_trace:
             return False  # the gateway will say how it ended
-        if not attempt.root or attempt.checked == attempt.count:
-            return False
-        attempt.checked = attempt.count
-        return assemble.is_complete(self.load(attempt))
+        return attempt.root and attempt.parents <= attempt.known
 
     def _forget_largest(self) -> None:
-        for attempt in sorted(self, key=lambda attempt: attempt.size, reverse=True):
+        kept = [attempt for attempt in self if attempt.spans is not None]
+        for attempt in sorted(kept, key=lambda attempt: attempt.size, reverse=True):
             if self._size <= MEMORY_BYTES // 2:
                 return
             self._size -= attempt.size
-            attempt.spans, attempt.size = None, 0
-
-
-Decoder = Callable[[bytes, Counter[str]], list[Span]]
+            attempt.spans = None
 
 
 def decode(record: Record, counters: Counter[str]) -> list[Span]:

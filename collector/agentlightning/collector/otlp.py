@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import orjson
 from google.protobuf.message import DecodeError
 
 from agentlightning.collector import wire
@@ -23,6 +24,7 @@ __all__ = [
     "Event",
     "Resource",
     "Span",
+    "attributes_dump",
     "attributes_from_json",
     "attributes_to_json",
     "decode_logs",
@@ -34,6 +36,11 @@ __all__ = [
 STATUS_ERROR: Final = 2
 _MAX_TIME: Final = 2**63 - 1
 _MAX_ATTEMPT: Final = 2**31 - 1
+_MAX_COUNT: Final = 2**32 - 1
+_MAX_DEPTH: Final = 32
+"""Of values within values: what is deeper is nobody's message."""
+_HEADS: dict[str, bytes] = {}  # what stands before a value: emitters use few different keys
+_MAX_HEADS: Final = 4096
 # protobuf's JSON mapping writes what JSON has no number for as strings.
 _NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -43,7 +50,7 @@ class Resource:
     """What one process says about itself; all of its spans share the object."""
 
     attributes: dict[str, Any]  # attribute values: str, bool, int, float, bytes, list, dict, None
-    json: str | None = None
+    json: bytes | None = None
     """The attributes as OTLP/JSON, made once when first needed."""
 
 
@@ -202,15 +209,15 @@ def decode_traces_json(document: Any, counters: Counter[str]) -> list[Span]:
                     resource,
                     _text(scope.get("name")),
                     _text(scope.get("version")),
-                    _integer(item.get("kind")),
+                    _enum(item.get("kind")),
                     _text(_field(item, "traceState")),
-                    _integer(item.get("flags")),
-                    _integer(status.get("code")),
+                    _count(item.get("flags")),
+                    _enum(status.get("code")),
                     _text(status.get("message")),
-                    [_event_json(event, counters) for event in _objects(item, "events")],
-                    [_link_json(link, counters) for link in _objects(item, "links")],
-                    _integer(_field(item, "droppedAttributesCount")),
-                    _integer(_field(item, "droppedEventsCount")),
+                    [_event_json(event, counters) for event in _parts(item, "events", counters)],
+                    [_link_json(link, counters) for link in _parts(item, "links", counters)],
+                    _count(_field(item, "droppedAttributesCount")),
+                    _count(_field(item, "droppedEventsCount")),
                 )
                 spans.append(_identify(span, counters))
     return spans
@@ -240,8 +247,8 @@ def decode_logs_json(document: Any, counters: Counter[str]) -> list[Span]:
                     resource,
                     _text(scope.get("name")),
                     _text(scope.get("version")),
-                    flags=_integer(item.get("flags")),
-                    dropped_attributes=_integer(_field(item, "droppedAttributesCount")),
+                    flags=_count(item.get("flags")),
+                    dropped_attributes=_count(_field(item, "droppedAttributesCount")),
                 )
                 spans.append(_identify(span, counters))
     return spans
@@ -252,16 +259,40 @@ def attributes_to_json(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"key": key, "value": _value_to_json(value)} for key, value in attributes.items()]
 
 
+def attributes_dump(attributes: Mapping[str, Any]) -> bytes:
+    """The same as JSON text. Made piece by piece: token ids are most of it, and are copied once."""
+    parts = []
+    for key, value in attributes.items():
+        head = _HEADS.get(key)
+        if head is None:
+            if len(_HEADS) >= _MAX_HEADS:
+                _HEADS.clear()
+            head = _HEADS[key] = b'{"key":%b,"value":' % orjson.dumps(key)
+        kind = type(value)
+        if kind is str:
+            parts.append(b'%b{"stringValue":%b}}' % (head, orjson.dumps(value)))
+        elif kind is bytes:
+            parts.append(b'%b{"bytesValue":"%b"}}' % (head, binascii.b2a_base64(value, newline=False)))
+        elif kind is int:
+            parts.append(b'%b{"intValue":"%d"}}' % (head, value))
+        else:
+            parts.append(b"%b%b}" % (head, orjson.dumps(_value_to_json(value))))
+    return b"[%b]" % b",".join(parts)
+
+
 def attributes_from_json(items: Any, counters: Counter[str]) -> dict[str, Any]:
     """The reverse. What cannot be read is null and counted `unparsed_attribute`."""
     attributes: dict[str, Any] = {}
-    for item in items if isinstance(items, list) else ():
+    if items is not None and not isinstance(items, list):
+        counters["unparsed_attribute"] += 1
+        return attributes
+    for item in items or ():
         if not isinstance(item, dict) or not isinstance(item.get("key"), str):
             counters["unparsed_attribute"] += 1
             continue
         try:
             attributes[item["key"]] = _value_from_json(item.get("value"))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, KeyError, AttributeError):
             counters["unparsed_attribute"] += 1
             attributes[item["key"]] = None
     return attributes
@@ -301,7 +332,7 @@ def _attributes(items: Iterable[Any], counters: Counter[str]) -> dict[str, Any]:
                     continue
             try:
                 attributes[key] = _value(value, kind)
-            except (DecodeError, RecursionError):
+            except (DecodeError, ValueError):
                 counters["unparsed_attribute"] += 1
                 attributes[key] = None
         else:
@@ -309,13 +340,15 @@ def _attributes(items: Iterable[Any], counters: Counter[str]) -> dict[str, Any]:
     return attributes
 
 
-def _value(value: Any, kind: str | None) -> Any:  # a message of wire's private pool
-    if kind == "array_value":
-        items = wire.ArrayValue.FromString(value.array_value).values
-        return [_value(item, item.WhichOneof("value")) for item in items]
-    if kind == "kvlist_value":
+def _value(value: Any, kind: str | None, depth: int = 0) -> Any:  # a message of wire's private pool
+    if kind == "array_value" or kind == "kvlist_value":
+        if depth > _MAX_DEPTH:
+            raise ValueError("a value is nested too deep")
+        if kind == "array_value":
+            items = wire.ArrayValue.FromString(value.array_value).values
+            return [_value(item, item.WhichOneof("value"), depth + 1) for item in items]
         pairs = wire.KeyValueList.FromString(value.kvlist_value).values
-        return {pair.key: _value(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+        return {pair.key: _value(pair.value, pair.value.WhichOneof("value"), depth + 1) for pair in pairs}
     return None if kind is None else getattr(value, kind)
 
 
@@ -351,7 +384,7 @@ def _event_json(event: dict[str, Any], counters: Counter[str]) -> Event:
         _text(event.get("name")),
         _time(_integer(_field(event, "timeUnixNano"))),
         _attributes_json(event, counters),
-        _integer(_field(event, "droppedAttributesCount")),
+        _count(_field(event, "droppedAttributesCount")),
     )
 
 
@@ -361,8 +394,8 @@ def _link_json(link: dict[str, Any], counters: Counter[str]) -> Link:
         _hex(link, "spanId"),
         _attributes_json(link, counters),
         _text(_field(link, "traceState")),
-        _integer(link.get("flags")),
-        _integer(_field(link, "droppedAttributesCount")),
+        _count(link.get("flags")),
+        _count(_field(link, "droppedAttributesCount")),
     )
 
 
@@ -370,31 +403,39 @@ def _attributes_json(parent: dict[str, Any], counters: Counter[str]) -> dict[str
     return attributes_from_json(parent.get("attributes"), counters)
 
 
-def _value_from_json(value: Any) -> Any:
-    if not isinstance(value, dict):
-        raise ValueError("an attribute's value must be an object")
-    for name, content in value.items():
+def _value_from_json(value: Any, depth: int = 0) -> Any:
+    if depth > _MAX_DEPTH:
+        raise ValueError("a value is nested too deep")
+    for name, content in (value or {}).items():
         match name:
             case "stringValue" | "string_value":
-                if not isinstance(content, str):
-                    raise ValueError("stringValue holds no text")
-                return content
+                return _of_type(str, content)
             case "boolValue" | "bool_value":
-                if not isinstance(content, bool):
-                    raise ValueError("boolValue holds no truth value")
-                return content
+                return _of_type(bool, content)
             case "intValue" | "int_value":
-                return int(content)
+                number = int(content)
+                if not -(2**63) <= number < 2**63:
+                    raise ValueError("intValue is beyond 64 bits")
+                return number
             case "doubleValue" | "double_value":
                 return _NOT_FINITE[content] if content in _NOT_FINITE else float(content)
             case "bytesValue" | "bytes_value":
                 return base64.b64decode(content, altchars=b"-_" if "-" in content or "_" in content else None)
             case "arrayValue" | "array_value":
-                return [_value_from_json(item) for item in content.get("values") or ()]
+                return [_value_from_json(item, depth + 1) for item in content.get("values") or ()]
             case "kvlistValue" | "kvlist_value":
                 pairs = content.get("values") or ()
-                return {pair["key"]: _value_from_json(pair.get("value") or {}) for pair in pairs}
+                return {
+                    _of_type(str, pair["key"]): _value_from_json(pair.get("value"), depth + 1)
+                    for pair in pairs
+                }
     return None
+
+
+def _of_type(kind: type, content: Any) -> Any:
+    if not isinstance(content, kind):
+        raise ValueError(f"{content!r} is no {kind.__name__}")
+    return content
 
 
 def _value_to_json(value: Any) -> dict[str, Any]:
@@ -440,6 +481,17 @@ def _objects(parent: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
+def _parts(parent: dict[str, Any], name: str, counters: Counter[str]) -> list[dict[str, Any]]:
+    """Events or links: one that is malformed does not cost the span."""
+    value = parent.get(name)
+    if value is None:
+        return []
+    parts = value if isinstance(value, list) else [value]
+    found = [part for part in parts if isinstance(part, dict)]
+    counters["unparsed_attribute"] += len(parts) - len(found)
+    return found
+
+
 def _hex(parent: dict[str, Any], name: str) -> str:
     """An identifier in lower case; empty if it is absent, zero or no hex at all."""
     value = _field(parent, name)
@@ -452,11 +504,22 @@ def _hex(parent: dict[str, Any], name: str) -> str:
 
 
 def _integer(value: Any) -> int:
-    """int64 comes as text or as a number; an enum may come as its number in text."""
+    """A time, a count or an enum's number: as a number or as text."""
     try:
         return int(value) if value is not None else 0
     except (ValueError, TypeError, OverflowError):
         return 0
+
+
+def _count(value: Any) -> int:
+    """An integer that 32 bits hold."""
+    number = _integer(value)
+    return number if 0 <= number <= _MAX_COUNT else 0
+
+
+def _enum(value: Any) -> int:
+    number = _count(value)
+    return number if number <= _MAX_ATTEMPT else 0
 
 
 def _text(value: Any) -> str:

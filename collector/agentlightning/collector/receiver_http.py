@@ -28,6 +28,9 @@ log = logging.getLogger(__name__)
 
 BODY_SECONDS: Final = 60.0
 """A sender that needs longer than this for one body is cut off."""
+DISCARD_BYTES: Final = 512 << 20
+DISCARD_SECONDS: Final = 10.0
+"""Of a refused body, at most so much is read."""
 INLINE_GZIP: Final = 256 << 10
 """Compressed bodies above this are decompressed beside the event loop."""
 
@@ -92,6 +95,7 @@ class HttpReceiver:
         media = PROTOBUF if media == "application/protobuf" else media
         if scope["method"] != "POST":
             return await _refuse(send, JSON, 405, "Export with POST.", [(b"allow", b"POST")])
+        upload = _Upload(receive)
         try:
             self._authorize(headers)
             kind = _KINDS.get((scope["path"], media))
@@ -100,7 +104,7 @@ class HttpReceiver:
                     "media_type", f"The content type {media!r} is not OTLP: use {PROTOBUF} or {JSON}."
                 )
             with self._intake.holding() as hold:
-                body = await self._body(headers, receive, hold.add)
+                body = await self._body(headers, upload, hold.add)
                 checked = await self._intake.accept(kind, body)
         except Refused as refused:
             self._intake.refused[refused.reason] += 1
@@ -109,8 +113,10 @@ class HttpReceiver:
                 extra.append((b"retry-after", str(RETRY_SECONDS).encode()))
             if refused.status == 401:
                 extra.append((b"www-authenticate", b"Bearer"))
-            if refused.status in (408, 413):
-                extra.append((b"connection", b"close"))  # the rest of the body is not read
+            if not upload.complete:
+                extra.append((b"connection", b"close"))
+                if b"expect" not in headers and refused.reason != "slow":
+                    await upload.discard()
             return await _refuse(send, media, refused.status, str(refused), extra)
         except _Gone:
             self._intake.refused["client_gone"] += 1
@@ -124,7 +130,7 @@ class HttpReceiver:
             raise Refused("unauthorized", "The bearer token is missing or wrong.")
 
     async def _body(
-        self, headers: dict[bytes, bytes], receive: Receive, hold: Callable[[int], None]
+        self, headers: dict[bytes, bytes], upload: "_Upload", hold: Callable[[int], None]
     ) -> bytes:
         """The whole body, decompressed."""
         encoding = headers.get(b"content-encoding", b"identity").strip().lower()
@@ -136,25 +142,11 @@ class HttpReceiver:
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > limit:
             raise Refused("too_large", f"The body has {int(length)} bytes, the limit is {limit}.")
-        chunks: list[bytes] = []
-        size = 0
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _Gone
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    if size > limit:
-                        raise Refused("too_large", f"The body is larger than the limit of {limit} bytes.")
-                    hold(len(chunk))
-                    chunks.append(chunk)
-                    if not message.get("more_body", False):
-                        break
+                body = await upload.read(limit, hold)
         except TimeoutError:
             raise Refused("slow", f"The body took longer than {BODY_SECONDS:.0f} s.") from None
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
         if encoding == b"gzip" and body:
             if len(body) > INLINE_GZIP:
                 body = await asyncio.to_thread(gunzip, body, limit)
@@ -162,6 +154,42 @@ class HttpReceiver:
                 body = gunzip(body, limit)
             hold(len(body))
         return body
+
+
+class _Upload:
+    """The body of one request, as it comes."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.complete = False
+        self._receive = receive
+
+    async def read(self, limit: int, hold: Callable[[int], None]) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        while not self.complete:
+            chunk = await self._next()
+            size += len(chunk)
+            if size > limit:
+                raise Refused("too_large", f"The body is larger than the limit of {limit} bytes.")
+            hold(len(chunk))
+            chunks.append(chunk)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def discard(self) -> None:
+        """Read what a refused client still sends: cut off, it would see no answer, and try again for ever."""
+        size = 0
+        with contextlib.suppress(TimeoutError, _Gone):
+            async with asyncio.timeout(DISCARD_SECONDS):
+                while not self.complete and size < DISCARD_BYTES:
+                    size += len(await self._next())
+
+    async def _next(self) -> bytes:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        self.complete = not message.get("more_body", False)
+        chunk: bytes = message.get("body", b"")
+        return chunk
 
 
 class HttpServer:

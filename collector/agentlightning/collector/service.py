@@ -58,6 +58,7 @@ class Commits:
         self.closing = False
         self._journal_id = journal_id
         self._changed = asyncio.Event()
+        self._error = ""
         self._take(self.dataset.manifests)
 
     def refresh(self) -> None:
@@ -68,9 +69,12 @@ class Commits:
             return  # cheaper than listing the folder, once a second and for every commit
         try:
             self.dataset.refresh()
+            self._error = ""
         except DataError as error:
-            log.error("%s", error)
-        if len(manifests) and manifests[-1].number > last:
+            if self._error != str(error):  # it is tried again every second
+                self._error = str(error)
+                log.error("%s Nothing that was committed after it is seen until it is repaired.", error)
+        if manifests and manifests[-1].number > last:
             self._take(manifests[_after(manifests, last) :])
             self._wake()
 

@@ -18,6 +18,7 @@ from agentlightning.collector.otlp import (
     Link,
     Resource,
     Span,
+    attributes_dump,
     attributes_from_json,
     attributes_to_json,
 )
@@ -64,7 +65,7 @@ def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
             resource = resources.get(row["resource"])
             if resource is None:
                 attributes = attributes_from_json(_load(row["resource"], counters), counters)
-                resource = resources[row["resource"]] = Resource(attributes, row["resource"])
+                resource = resources[row["resource"]] = Resource(attributes)
             yield Span(
                 row["signal"],
                 row["trace_id"],
@@ -126,7 +127,7 @@ def _packed_column(field: pa.Field, values: list[bytes | None]) -> pa.Array:
 
 def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
     if span.resource.json is None:
-        span.resource.json = _dump(attributes_to_json(span.resource.attributes))
+        span.resource.json = attributes_dump(span.resource.attributes)
     return {
         "rollout_id": rollout_id,
         "attempt": attempt,
@@ -144,9 +145,9 @@ def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
         "scope": span.scope,
         "scope_version": span.scope_version or None,
         "resource": span.resource.json,
-        "attributes": _dump(attributes_to_json(span.attributes)),
-        "events": _dump([_event_json(event) for event in span.events]) if span.events else None,
-        "links": _dump([_link_json(link) for link in span.links]) if span.links else None,
+        "attributes": attributes_dump(span.attributes),  # text columns take UTF-8 as it is
+        "events": orjson.dumps([_event_json(event) for event in span.events]) if span.events else None,
+        "links": orjson.dumps([_link_json(link) for link in span.links]) if span.links else None,
         "dropped_attributes_count": span.dropped_attributes,
         "dropped_events_count": span.dropped_events,
         "signal": span.signal,
@@ -204,7 +205,3 @@ def _load(text: str | None, counters: Counter[str]) -> list[Any]:
         counters["unparsed_attribute"] += 1
         return []
     return value
-
-
-def _dump(value: Any) -> str:
-    return orjson.dumps(value).decode()

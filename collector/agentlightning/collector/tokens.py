@@ -26,9 +26,17 @@ WIDTH: Final = 4
 
 # The wire form of one element of an OTLP array: tag and length of an AnyValue, then its own field.
 _ELEMENT: Final = 0x0A  # ArrayValue.values
-_INT: Final = 0x18  # AnyValue.int_value, a varint
 _DOUBLE: Final = 0x21  # AnyValue.double_value, eight bytes
 _DOUBLE_SIZE: Final = 11
+_INT_SIZE: Final = 8  # at most: two tags (the inner is 0x18, int_value), a length, five bytes of varint
+# numpy's unsigned words mix with nothing but themselves.
+_UINT_SIZE, _U2, _U8, _U24 = (np.uint64(n) for n in (_INT_SIZE, 2, 8, 24))
+_HEADS: Final = np.uint64(0xFF00FF)
+_INT_HEADS: Final = np.uint64(0x18 << 16 | _ELEMENT)
+_BYTE: Final = np.uint64(0xFF)
+_SEVEN_BITS: Final = np.uint64(0x7F)
+_ALL: Final = np.uint64(2**64 - 1)
+_MAX_INT: Final = np.uint64(2**31 - 1)
 
 
 def count(packed: bytes | None) -> int:
@@ -88,27 +96,23 @@ def _pack_doubles(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes | None:
 def _pack_integers(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes | None:
     # Of an element's bytes just four have their high bit clear: tag, length, tag, and the varint's last.
     ends = np.flatnonzero(raw < 0x80)
-    if len(ends) == 0 or len(ends) % 4:
+    if len(ends) == 0 or len(ends) % 4 or ends[-1] != len(raw) - 1:
         return None
-    first, size, inner, last = ends.reshape(-1, 4).T
-    width = last - inner  # bytes of the varint
-    expected = np.concatenate(([0], last[:-1] + 1))
-    if (
-        (first != expected).any()
-        or last[-1] != len(raw) - 1
-        or (raw[first] != _ELEMENT).any()
-        or (size != first + 1).any()
-        or (inner != first + 2).any()
-        or (raw[inner] != _INT).any()
-        or (raw[size] != width + 1).any()
-        or (width > 5).any()  # negative, or beyond int32: the slow path says so
-    ):
+    last = ends[3::4]
+    first = np.concatenate(([0], last[:-1] + 1))
+    size = (last - first + 1).astype(np.uint64)
+    if size.max() > _INT_SIZE:  # negative, or beyond int32: the slow path says so
         return None
-    values = np.zeros(len(first), np.int64)
-    for place in range(int(width.max())):
-        has = width > place
-        values[has] |= (raw[inner[has] + 1 + place].astype(np.int64) & 0x7F) << (7 * place)
-    if (values > 0x7FFFFFFF).any():
+    # Each element as one little-endian word: 0A, length, 18, and up to five bytes of varint.
+    padded = np.concatenate((raw, np.zeros(_INT_SIZE, np.uint8)))
+    words = np.lib.stride_tricks.sliding_window_view(padded, _INT_SIZE)[first].view("<u8").ravel()
+    if ((words & _HEADS) != _INT_HEADS).any() or (((words >> _U8) & _BYTE) + _U2 != size).any():
+        return None
+    varint = (words & (_ALL >> ((_UINT_SIZE - size) * _U8))) >> _U24
+    values = varint & _SEVEN_BITS
+    for place in range(1, int(size.max()) - 3):
+        values |= ((varint >> np.uint64(8 * place)) & _SEVEN_BITS) << np.uint64(7 * place)
+    if (values > _MAX_INT).any():
         return None
     return values.astype("<i4").tobytes()
 

@@ -127,7 +127,9 @@ class Attempt:
         try:
             output = json.loads(ended.result or "null")
         except ValueError:  # the pipe is the agent's too, if it looks for it
-            return Verdict("failed", "agent_error", "The agent wrote into the pipe of its own result, and spoilt it.")
+            return Verdict(
+                "failed", "agent_error", "The agent wrote into the pipe of its own result, and spoilt it."
+            )
         return await self._evaluated(output)
 
     async def _failed(self, cause: Literal["agent_error", "timeout"], sentence: str, ended: Ended) -> Verdict:

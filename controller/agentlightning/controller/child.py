@@ -41,8 +41,12 @@ class Loaded:
 def become(
     job: Mapping[str, Any], loaded: Loaded, launcher: int, stdout: int, stderr: int, result: int
 ) -> NoReturn:
-    """Run a job in this freshly forked process, write its result as JSON to the descriptor `result`, and end."""
-    code = 1
+    """Run a job in this freshly forked process, and end.
+
+    Written to the descriptor `result`: a line with the result as JSON, empty if there is none; and a line with the
+    names of the modules that were imported on the way, which the launcher may import once for all that follow.
+    """
+    code, me, imported = 1, os.getpid(), frozenset(sys.modules)
     try:
         _begin(launcher, stdout, stderr)
         if job["kind"] == "command":
@@ -53,11 +57,15 @@ def become(
         _reseed(int(job["seed"]))
         if job["kind"] == "function":
             assert loaded.agent is not None
-            code = _run(loaded.agent, (), job["arguments"], loaded.setup, _encode_output, result)
+            code, text = _run(loaded.agent, (), job["arguments"], loaded.setup, _encode_output)
         else:
             assert loaded.evaluator is not None
-            code = _run(loaded.evaluator, (job["task"], job["output"]), {}, None, _encode_rewards, result)
+            code, text = _run(loaded.evaluator, (job["task"], job["output"]), {}, None, _encode_rewards)
+        if os.getpid() != me:  # the user's code forked, and its child came back as well
+            os._exit(code)
+        _write(result, text)
         _end()
+        _write(result, json.dumps([name for name in list(sys.modules) if name not in imported]))
     except BaseException:  # noqa: BLE001 - an error here must end this process, not run on as a second launcher
         traceback.print_exc()
     finally:
@@ -126,31 +134,30 @@ def _run(
     named: Mapping[str, Any],
     setup: Callable[[], Any] | None,
     encode: Callable[[Any], str],
-    result: int,
-) -> int:
-    """The exit code of a call; its value is written to `result`."""
-    me = os.getpid()
+) -> tuple[int, str]:
+    """The exit code of a call, and its value as JSON."""
     try:
         if setup is not None:
             setup()
         value = function(*positional, **named)
         if inspect.isawaitable(value):
             value = asyncio.run(_wait_for(value))
-        if os.getpid() != me:  # the user's code forked, and its child came back as well
-            os._exit(0)
-        data = memoryview(encode(value).encode())
-        while data:
-            data = data[os.write(result, data) :]
-        return 0
+        return 0, encode(value)
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            return (end.code or 0) & 0xFF
+            return (end.code or 0) & 0xFF, ""
         print(end.code, file=sys.stderr)
-        return 1
+        return 1, ""
     except BaseException as error:  # noqa: BLE001 - whatever the user's code raises is its outcome
         outer = error.__traceback__  # begins here, which is of no interest to the user
         traceback.print_exception(error.with_traceback(outer.tb_next if outer else None))
-        return 1
+        return 1, ""
+
+
+def _write(handle: int, line: str) -> None:
+    data = memoryview(f"{line}\n".encode())
+    while data:
+        data = data[os.write(handle, data) :]
 
 
 async def _wait_for(value: Any) -> Any:

@@ -17,7 +17,6 @@ them to their time limit, and kills whatever they leave behind. When the socket 
 
 import contextlib
 import gc
-import importlib
 import os
 import resource
 import selectors
@@ -26,15 +25,14 @@ import socket
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 from agentlightning.controller import containment
 from agentlightning.controller.child import OPEN_FILES, Loaded, become
 from agentlightning.controller.frames import Unpacker, pack
+from agentlightning.controller.preload import Preload, find
 from agentlightning.controller.sink import LogSink, ResultSink, Sink
-from agentlightning.proto.errors import ConfigError, nearest
+from agentlightning.proto.errors import ConfigError
 
 __all__ = ["Launcher", "main"]
 
@@ -73,6 +71,8 @@ class Launcher:
         self.selector = selectors.DefaultSelector()
         self.running: dict[int, Running] = {}
         self.loaded = Loaded()
+        self.preload = Preload()
+        self.warned = False
         self.residents: frozenset[int] = frozenset()
         """Processes that importing the user's module has started; they stay until the end."""
         self.last_sweep = 0.0
@@ -141,25 +141,29 @@ class Launcher:
         containment.die_with(os.getppid())  # importing runs the user's code, which may hang
         try:
             self.loaded = Loaded(
-                agent=_find(message["agent"]),
-                setup=_find(message["setup"]),
-                evaluator=_find(message["evaluator"]),
+                agent=find(message["agent"]),
+                setup=find(message["setup"]),
+                evaluator=find(message["evaluator"]),
             )
         except ConfigError as error:
             self.say({"event": "refused", "error": str(error)})
             return
         containment.outlive_parent()  # from here on, the closing of the socket says so, and there is cleaning to do
         self.residents = frozenset(containment.children().get(os.getpid(), ()))
-        if threading.active_count() > 1:
-            names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+        self.settle()
+        self.say({"event": "ready"})
+
+    def settle(self) -> None:
+        """Take stock after importing."""
+        if (threads := threading.enumerate()[1:]) and not self.warned:
+            self.warned = True
             print(
-                f"agl: warning: importing {message['agent'] or message['evaluator']} started threads ({names}), which "
-                "do not exist in the forked processes: if agents hang, start them when the function is called.",
+                f"agl: warning: importing started threads ({', '.join(thread.name for thread in threads)}), which do "
+                "not exist in the forked processes: if agents hang, start them when the function is called.",
                 file=sys.stderr,
             )
         gc.collect()
         gc.freeze()  # a collection in a child would touch, and so copy, every page of it
-        self.say({"event": "ready"})
 
     def fork(self, job: dict[str, Any]) -> None:
         """Start one process."""
@@ -280,13 +284,14 @@ class Launcher:
             return
         del self.running[running.pid]
         stdout, stderr, result = running.all_sinks
+        value, _, imported = (result.text() or "").partition("\n")
         self.say(
             {
                 "event": "ended",
                 "id": running.id,
                 "ending": running.ending,
                 "code": os.waitstatus_to_exitcode(running.status),
-                "result": result.text(),
+                "result": value or None,
                 "result_dropped": result.dropped,
                 "dropped": stdout.dropped + stderr.dropped,
                 "stderr": stderr.tail(),
@@ -294,6 +299,8 @@ class Launcher:
                 "cpu_s": round(running.cpu, 3),
             }
         )
+        if running.status == 0 and self.preload.learn(imported):
+            self.settle()
 
     def say(self, message: dict[str, Any]) -> None:
         """Send an event; a controller that is gone needs none."""
@@ -308,35 +315,12 @@ def main(argv: list[str] | None = None) -> NoReturn:
     (handle,) = sys.argv[1:] if argv is None else argv
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the controller, which says what to do
     # Five descriptors for each agent: the usual thousand would be few.
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES[1], OPEN_FILES[1]))
+    with contextlib.suppress(OSError, ValueError):  # not every system lets a process have so many
+        resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES[1], OPEN_FILES[1]))
     containment.adopt_orphans()
     control = socket.socket(fileno=int(handle))
     control.set_inheritable(False)
     Launcher(control).run()
-
-
-def _find(target: str | None) -> Callable[..., Any] | None:
-    """Import `module:function`. Raises ConfigError with what is wrong with it."""
-    if target is None:
-        return None
-    name, _, path = target.partition(":")
-    try:
-        found: Any = importlib.import_module(name)
-    except BaseException as error:  # noqa: BLE001 - the user's module may raise anything, even SystemExit
-        if not isinstance(error, ModuleNotFoundError) or error.name != name:
-            traceback.print_exc()  # the user's own stack says where; the sentence says what
-        raise ConfigError(
-            f"The module of {target} cannot be imported: {type(error).__name__}: {error}. "
-            f"(Modules are looked for in {os.getcwd()} and in PYTHONPATH.)"
-        ) from None
-    for part in path.split("."):
-        if not hasattr(found, part):
-            public = [name for name in vars(found) if not name.startswith("_")]
-            raise ConfigError(f"{target}: there is no {part!r} in {name}.{nearest(part, public)}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{target} is not a function.")
-    return found
 
 
 if __name__ == "__main__":

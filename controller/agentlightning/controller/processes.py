@@ -26,6 +26,9 @@ log = logging.getLogger(__name__)
 RESTARTS = 5
 """Deaths of a launcher in a row, none of its processes having ended properly, after which the controller gives up."""
 
+LAST_WAIT = 8.0
+"""Seconds for a launcher to kill everything it started, before it is killed itself."""
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -152,7 +155,11 @@ class Processes:
         finally:
             self._ready.clear()
             self._writer.close()
-            await asyncio.to_thread(launcher.wait)
+            try:
+                await asyncio.to_thread(launcher.wait, LAST_WAIT)
+            except subprocess.TimeoutExpired:
+                launcher.kill()
+                await asyncio.to_thread(launcher.wait)
             self.workers.discard(launcher.pid)
         if refused:
             raise ConfigError(refused)

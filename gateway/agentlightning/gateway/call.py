@@ -6,8 +6,8 @@ the client gets the last byte. Whatever goes wrong on the way, the client is tol
 
 import asyncio
 import contextlib
+import itertools
 import logging
-import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from agentlightning.gateway.spans import make_span, set_error
 from agentlightning.gateway.sse import EventParser
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids
-from agentlightning.proto.packed import pack_floats, pack_ids
+from agentlightning.proto.packed import pack_ids
 
 if TYPE_CHECKING:
     from agentlightning.gateway.gateway import Gateway
@@ -47,11 +47,12 @@ if TYPE_CHECKING:
 __all__ = ["ChatCall", "Given"]
 
 logger = logging.getLogger(__name__)
-CONNECT_SECONDS: Final = 5.0
 ABORTED: Final = "aborted"
 _REFUSALS: Final = frozenset({400, 413, 422})
 """An engine's statuses that are the request's fault: passed on as they are."""
 _TRY_ANOTHER: Final = frozenset({429, 503})
+_numbers = itertools.count()
+"""Tells calls of one process apart; its boot id tells the processes apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class ChatCall:
         self._answer = Answer()
         self._answers: list[bytes] = []
         """The record's answers, one per choice."""
-        self._nonce = secrets.token_hex(8)
+        self._nonce = f"{gateway.boot_id} {next(_numbers)}"
+        self._call_ids: dict[int, str] = {}
         self._body: dict[str, Any] = {}
         self._started_ns = time.time_ns()
         self._response_started = False
@@ -209,9 +211,7 @@ class ChatCall:
                 f"{engine.url}/v1/chat/completions",
                 data=orjson.dumps(self._body),
                 headers={"content-type": http.JSON, **engine.headers},
-                timeout=aiohttp.ClientTimeout(
-                    total=None, sock_connect=CONNECT_SECONDS, sock_read=gateway.settings.engine_timeout_s
-                ),
+                timeout=gateway.engine_timeout,
             ) as response:
                 if response.status != 200:
                     raise self._refusal(response, await response.read())
@@ -342,9 +342,7 @@ class ChatCall:
             rows.append(self._row(choice.index))
         return spans, rows
 
-    def _span(
-        self, choice: Choice | None, ended: int, logprobs: list[float] | None, answer: bytes | None
-    ) -> Span:
+    def _span(self, choice: Choice | None, ended: int, logprobs: bytes | None, answer: bytes | None) -> Span:
         request, caller, got = self._request, self._caller, self._answer
         index = 0 if choice is None else choice.index
         call_id = self._call_id(index)
@@ -376,10 +374,10 @@ class ChatCall:
             if choice is not None and choice.token_ids is not None:
                 attributes[names.RESPONSE_TOKEN_IDS] = pack_ids(choice.token_ids)
                 attributes[names.USAGE_OUTPUT] = len(choice.token_ids)
-            if logprobs is not None:
-                attributes[names.RESPONSE_LOGPROBS] = pack_floats(logprobs)
         except (TypeError, OverflowError) as error:
             raise BadAnswer(f"The engine's token ids cannot be read ({error}).") from None
+        if logprobs is not None:
+            attributes[names.RESPONSE_LOGPROBS] = logprobs
         if choice is not None and choice.finish_reason is not None:
             attributes[names.FINISH_REASONS] = [choice.finish_reason]
         if answer is not None:
@@ -416,8 +414,12 @@ class ChatCall:
         )
 
     def _call_id(self, index: int) -> str:
-        identity = self._caller.identity
-        return ids.call_id(identity.rollout_id, identity.attempt, f"{self._nonce}:{index}")
+        if index not in self._call_ids:
+            identity = self._caller.identity
+            self._call_ids[index] = ids.call_id(
+                identity.rollout_id, identity.attempt, f"{self._nonce} {index}"
+            )
+        return self._call_ids[index]
 
     # ---------------------------------------------------------------- answering
 
@@ -459,7 +461,7 @@ class ChatCall:
         try:
             answer, logprobs = None, None
             if choice is not None:
-                with contextlib.suppress(BadAnswer, KeyError, TypeError):
+                with contextlib.suppress(BadAnswer):
                     logprobs = choice.logprobs()
                 answer = orjson.dumps(self._answer.plain(self._request.model, choice, logprobs=False))
             try:

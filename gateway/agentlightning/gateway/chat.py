@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import orjson
 
+from agentlightning.proto.packed import pack_floats
+
 __all__ = ["SAMPLING_KEYS", "Answer", "BadAnswer", "BadRequest", "ChatRequest", "Choice", "replay_chunks"]
 
 Json = dict[str, Any]  # Any: JSON that others wrote
@@ -189,14 +191,18 @@ class Choice:
     """`[start, version, …]` of the sampled tokens."""
     extra: Json = field(default_factory=dict)
 
-    def logprobs(self) -> list[float] | None:
-        """One per token id. Raises BadAnswer if they are not parallel."""
+    def logprobs(self) -> bytes | None:
+        """One per token id, packed. Raises BadAnswer if they are not parallel."""
         if self.token_ids is None or self.logprob_entries is None:
             return None
-        values = [entry["logprob"] for entry in self.logprob_entries]
-        if len(values) != len(self.token_ids) or not all(isinstance(value, float | int) for value in values):
-            raise BadAnswer(f"{len(self.token_ids)} token ids came with {len(values)} log-probabilities.")
-        return values
+        if len(self.logprob_entries) != len(self.token_ids):
+            raise BadAnswer(
+                f"{len(self.token_ids)} token ids came with {len(self.logprob_entries)} log-probabilities."
+            )
+        try:
+            return pack_floats([entry["logprob"] for entry in self.logprob_entries])
+        except (KeyError, TypeError) as error:
+            raise BadAnswer(f"The log-probabilities cannot be read ({error!r}).") from None
 
 
 class Answer:

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import gc
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -196,6 +197,9 @@ async def _serve(settings: Settings, listener: socket.socket, ready_file: Path |
             server.should_exit = True
             gateway.stop()
 
+        # Answers are trees of thousands of small objects: looking through them for cycles would cost more than parsing.
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 20)
         server.when_started = lambda: write_ready(ready_file, {"http": f"http://{address}"})
         stopper = asyncio.ensure_future(stop_server())
         await server.serve(sockets=[listener])

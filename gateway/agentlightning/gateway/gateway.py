@@ -28,6 +28,7 @@ from agentlightning.proto.process import read_token
 __all__ = ["Gateway", "Signal"]
 
 logger = logging.getLogger(__name__)
+CONNECT_SECONDS: Final = 5.0
 SWEEP_SECONDS: Final = 0.5
 POOL_SECONDS: Final = 3.0
 """How long an idle connection is kept: less than uvicorn's five seconds at the other end, which would otherwise close
@@ -59,6 +60,9 @@ class Gateway:
         self.settings = settings
         self.database = database
         self.session = session
+        self.engine_timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_SECONDS, sock_read=settings.engine_timeout_s
+        )
         self.boot_id = new_id("boot")
         self.signer = Signer(key)
         self.roles = Roles.read(settings.token_file)

@@ -39,8 +39,15 @@ _FIELDS = (
 _FIELD = re.compile(rf'(?i)"({"|".join(_FIELDS)})"(\s*:\s*)("(?:[^"\\]|\\.)*"|\[[^\[\]{{}}]*\])')
 # Case-folded fragments, one of which any match of _FIELD contains: the search that usually finds nothing is cheap.
 _HINTS = (
-    *("authorization", "api_key", "api-key", "apikey", "cookie", "secret", "password"),
-    *(f"{kind}{dash}token" for kind in ("access", "refresh", "auth", "bearer", "id") for dash in "_-"),
+    "authorization",
+    'api_key"',
+    'api-key"',
+    'apikey"',
+    "cookie",
+    '_token"',
+    '-token"',
+    'secret"',
+    'password"',
 )
 
 _lock = threading.Lock()

@@ -22,9 +22,13 @@ what a model writes cannot look like it."""
 
 _SET_ONCE = frozenset({"id", "type", "role", "object", "model", "index", "finish_reason", "stop_reason"})
 
+_SIGNS = (b"[DONE]", b"response.completed", b"response.failed", b"response.incomplete")
+
 
 def ended(data: bytes | bytearray, start: int = 0) -> bool:
     """Whether the terminal event is in `data`, searching from `start`."""
+    if all(data.find(sign, start) < 0 for sign in _SIGNS):  # the usual case, at a hundredth of the cost
+        return False
     return _TERMINAL.search(data, start) is not None
 
 

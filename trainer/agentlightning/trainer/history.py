@@ -11,9 +11,10 @@ from typing import Any
 
 from agentlightning.trainer.calls import Call
 
-__all__ = ["why_broken"]
+__all__ = ["CHAINS_COMPARED", "why_broken"]
 
-_CHAINS_COMPARED = 8  # the newest; so a long attempt with many chains stays linear
+CHAINS_COMPARED = 8
+"""The newest; so an attempt with many chains stays linear."""
 
 Message = tuple[str, str, tuple[tuple[str, str], ...]]  # role, text, tool calls
 
@@ -25,12 +26,11 @@ def why_broken(
     decode: Callable[[Sequence[int]], str] | None = None,
 ) -> str:
     """`retokenised`, `edited`, `branch` or `agent`, by the chain (its first and last call) that is most alike."""
-    recent = chains[-_CHAINS_COMPARED:]
     messages = _request_messages(call)
     if not messages:
-        return "retokenised" if decode is not None and _same_text(call, recent, decode) else "edited"
+        return "retokenised" if decode is not None and _same_text(call, chains, decode) else "edited"
     best, reason = -1, "edited"
-    for first, tail in reversed(recent):
+    for first, tail in reversed(chains):
         told = _request_messages(tail) + _response_messages(tail)
         common = _common_prefix(messages, told)
         if common <= best:

@@ -185,8 +185,9 @@ class Learner:
             merged = value + deltas[name] if name in deltas else value
             state[name] = merged.detach().to("cpu", dtype, copy=True).contiguous()
         head = self.model.get_output_embeddings()
-        if head is not None and head.weight is self.model.get_input_embeddings().weight:
-            state.pop("lm_head.weight", None)  # tied: stored once
+        if head.weight is self.model.get_input_embeddings().weight:  # tied: stored once
+            name = next(name for name, module in self.model.named_modules() if module is head)
+            del state[f"{name}.weight"]
         return state
 
     def save_pretrained(
@@ -224,9 +225,9 @@ class Learner:
                 p.data = current[name]
 
     @contextlib.contextmanager
-    def serving(self, dtype: torch.dtype) -> Iterator[Any]:
-        """Within, the model as an engine has it: merged weights rounded to `dtype`, computing in `dtype`."""
-        served = self.merged_state_dict(dtype)
+    def serving(self, dtype: torch.dtype, *, compute: torch.dtype | None = None) -> Iterator[Any]:
+        """Within, the model as an engine has it: merged weights rounded to `dtype`, computing in `compute` (the same)."""
+        served = {name: value.to(compute or dtype) for name, value in self.merged_state_dict(dtype).items()}
         current = {name: p.data for name, p in self.model.named_parameters()}
         adapters_off = self._peft.disable_adapter() if self._peft is not None else contextlib.nullcontext()
         training = self.model.training

@@ -31,6 +31,7 @@ from agentlightning.trainer.learner import Learner, LearnerSettings, LoraSetting
 from agentlightning.trainer.loss import LossSettings
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import choose_dtype, load_model, load_tokenizer, resolve_model
+from agentlightning.trainer.probe import probe_texts
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.rollouts import Collected, Collector, Group
 from agentlightning.trainer.samples import SampleSet, build_samples, read_calls, samples_table
@@ -193,6 +194,7 @@ class Trainer:
                 policy=policy.name,
                 base=resolve_model(policy.model),
                 dtype=await self._served_dtype(engine),
+                probes=probe_texts(load_tokenizer(policy.model)),
             )
             await self._steps(collector, publisher)
             self._finish(await gateway.stats(self.config.run.name), await transitions.stats())
@@ -211,7 +213,7 @@ class Trainer:
             verdict = await publisher.verify(self.learner)
         else:
             verdict = (await publisher.publish(self.learner)).verdict
-        self._console.say(f"Engine and trainer agree: {verdict.sentence}")
+        self._console.say(verdict.sentence[:1].upper() + verdict.sentence[1:])
         await self._evaluate(collector)
         self._console.begin(train.steps, done=self.learner.step)
         while self.learner.step < train.steps:

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -251,8 +252,8 @@ def _convert(gguf: Path, folder: Path) -> None:
         raise ConfigError(
             f"Reading a GGUF needs the trainer's extra: pip install 'agentlightning[trainer]' ({error})"
         ) from error
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"transformers cannot read the GGUF file {gguf}: {error}") from error
+    except (OSError, ValueError, KeyError, struct.error) as error:  # the last: a file that was cut short
+        raise ConfigError(f"transformers cannot read the GGUF file {gguf}: {error}.") from error
     # The weights are plain fp32 by now. Without these two lines save_pretrained would try to quantise them again.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):

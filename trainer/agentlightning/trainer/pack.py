@@ -2,7 +2,7 @@
 
 The samples of a micro-batch become one tree of tokens. Samples sorted by their tokens lie in depth-first order, so a
 sample adds to the tree only what follows its common prefix with the one before it. Flattened, node i may look at node j
-exactly if j ≤ i < end(j), where end(j) closes j's subtree; its position is its depth. The log-probability of a token is
+exactly if j ≤ i < end(j), where end(j) closes j's subtree (`tree_attention`); its position is its depth. The log-probability of a token is
 read at the node before it; the output layer runs on those nodes only.
 """
 
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer.samples import Sample
+from agentlightning.trainer.tree_attention import blocks_of, use_tree_attention
 
 __all__ = ["Packed", "check_depth", "check_model", "forward", "pack", "plan"]
 
@@ -121,12 +122,16 @@ def forward(model: Any, packed: Packed, *, entropy: bool = False) -> tuple[Tenso
 
     `model` is a causal language model of transformers (Any: its classes share no typed interface).
     """
+    use_tree_attention(model)
     device = model.get_input_embeddings().weight.device
     hidden = model.get_decoder()(
         input_ids=_tensor(packed.input_ids, device)[None],
-        attention_mask=_visible(packed, device),
+        attention_mask=torch.ones(
+            1, 1, 1, 1, dtype=torch.bool, device=device
+        ),  # unused: the tree says it all
         position_ids=_tensor(packed.depth, device)[None],
         use_cache=False,
+        tree=blocks_of(packed.end, device),
     ).last_hidden_state[0, _tensor(packed.rows, device)]  # (R, D)
     head = model.get_output_embeddings()
     temperatures = _tensor(packed.temperatures, device)
@@ -158,10 +163,7 @@ def forward(model: Any, packed: Packed, *, entropy: bool = False) -> tuple[Tenso
 def check_model(model: Any) -> None:
     """Raise a ConfigError unless packed log-probabilities of this model are those of its own forward pass."""
     name = type(model).__name__
-    if getattr(model.config, "_attn_implementation", None) != "sdpa":
-        raise ConfigError(
-            f"{name} must be loaded with attn_implementation='sdpa': packing needs its attention mask."
-        )
+    use_tree_attention(model)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     tokens = np.random.default_rng(0).integers(0, vocabulary, (2, 12)).astype(np.int32)
     tokens[1, :6] = tokens[0, :6]
@@ -216,13 +218,6 @@ def _read(
         return logp, logp
     spread = total - (logits.softmax(-1) * logits).sum(-1)
     return logp, spread[row]
-
-
-def _visible(packed: Packed, device: torch.device) -> Tensor:
-    """Who sees whom: (1, 1, N, N), a node its ancestors and itself."""
-    node = torch.arange(len(packed.end), device=device)
-    end = _tensor(packed.end, device)
-    return ((node[None, :] <= node[:, None]) & (node[:, None] < end[None, :]))[None, None]
 
 
 def _path(sample: Sample) -> npt.NDArray[np.int32]:

@@ -21,7 +21,7 @@ from agentlightning.trainer.clients import EngineClient, GatewayClient
 from agentlightning.trainer.launch import Layout
 from agentlightning.trainer.learner import Learner
 from agentlightning.trainer.model import save_weights
-from agentlightning.trainer.probe import Verdict, compare, probe_sequences, trainer_logprobs
+from agentlightning.trainer.probe import Expectation, Verdict, compare, expect
 
 __all__ = ["Published", "Publisher", "PublishRefused"]
 
@@ -59,19 +59,24 @@ class Publisher:
         policy: str,
         base: Path,
         dtype: torch.dtype,
+        probes: list[list[int]],
     ) -> None:
         self._layout = layout
         self._gateway = gateway
         self._engine = engine
         self._policy = policy
         self._dtype = dtype
+        self._probes = probes
         self._previous = (base, 0)  # what to go back to
+        self._expected: Expectation | None = None  # of the version that is served
 
     async def verify(self, learner: Learner) -> Verdict:
         """Check that the engine serves what the trainer has, without publishing."""
-        verdict = await self._probe(await asyncio.to_thread(self._expected, learner), learner)
+        expected = await asyncio.to_thread(self._expect, learner)
+        verdict = await self._probe(expected, learner)
         if not verdict.ok:
             raise PublishRefused(f"Before the first step, {verdict.sentence}")
+        self._expected = expected
         return verdict
 
     async def publish(self, learner: Learner) -> Published:
@@ -84,7 +89,7 @@ class Publisher:
         version = learner.version
         folder = self._layout.weights / f"v{version:06d}"
         await asyncio.to_thread(self._write, learner, folder)
-        expected = await asyncio.to_thread(self._expected, learner)
+        expected = await asyncio.to_thread(self._expect, learner)
         held = time.monotonic()
         hold = await self._gateway.hold(self._policy, ttl_s=HOLD_TTL, drain_s=DRAIN)
         served = version
@@ -102,23 +107,21 @@ class Publisher:
         current = {"path": str(folder.resolve()), "version": version}
         write_private(self._layout.current_weights, json.dumps(current) + "\n")
         self._previous = (folder, version)
+        self._expected = expected
         self._forget_old()
         return Published(version, time.monotonic() - began, released - held, verdict)
 
     def _write(self, learner: Learner, folder: Path) -> None:
         save_weights(folder, learner.merged_state_dict(self._dtype))
 
-    def _expected(self, learner: Learner) -> list[list[float | None]]:
-        return trainer_logprobs(learner, self._sequences(learner), self._dtype)
+    def _expect(self, learner: Learner) -> Expectation:
+        return expect(learner, self._probes, self._dtype)
 
-    def _sequences(self, learner: Learner) -> list[list[int]]:
-        return probe_sequences(learner.model.get_input_embeddings().num_embeddings)
-
-    async def _probe(self, expected: list[list[float | None]], learner: Learner) -> Verdict:
-        version, scored = await self._engine.score(self._sequences(learner))
+    async def _probe(self, expected: Expectation, learner: Learner) -> Verdict:
+        version, scored = await self._engine.score(self._probes)
         if version != learner.version:
             raise PublishRefused(f"The engine says it serves version {version}, not {learner.version}.")
-        return compare(expected, scored, self._dtype)
+        return compare(expected, scored, previous=self._expected)
 
     async def _roll_back(self) -> int:
         folder, version = self._previous

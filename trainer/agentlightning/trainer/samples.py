@@ -209,6 +209,7 @@ class _Merger:
         self.policy = policy
         self.decode = decode
         self.chains: list[_Chain] = []
+        self.chains_of: dict[str | None, list[_Chain]] = {}  # by the agent that began them
         self.chain_of: list[int] = []  # by call
         self.added: list[Call] = []
         self.unmerged: dict[str, str] = {}  # call id → why its tokens are context only
@@ -256,6 +257,7 @@ class _Merger:
             number = len(self.chains)
             chain = _Chain(self._reason(call, prefix, joint=parent is not None), call, call)
             self.chains.append(chain)
+            self.chains_of.setdefault(call.agent, []).append(chain)
             self.result.breaks[chain.reason] += 1
         chain.calls.append(call)
         chain.tail = call
@@ -322,10 +324,10 @@ class _Merger:
         n = len(self.added)
         if joint or ((self.prompt_length[:n] == len(prefix)) & (self.prompt_hash[:n] == prefix[-1])).any():
             return "branch"
-        if call.agent is not None and all(earlier.agent != call.agent for earlier in self.added):
+        if call.agent is not None and call.agent not in self.chains_of:
             return "agent"
-        tails = [(chain.first, chain.tail) for chain in self.chains if chain.tail.agent == call.agent]
-        return history.why_broken(call, tails or [(c.first, c.tail) for c in self.chains], decode=self.decode)
+        alike = self.chains_of.get(call.agent, self.chains)[-history.CHAINS_COMPARED :]
+        return history.why_broken(call, [(chain.first, chain.tail) for chain in alike], decode=self.decode)
 
     def _leave_out(self, call: Call, reason: str) -> None:
         self.result.calls_left_out[reason] += 1

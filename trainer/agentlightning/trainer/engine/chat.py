@@ -16,7 +16,7 @@ from agentlightning.trainer.engine.sampling import Sampling
 
 __all__ = ["FIELDS", "ChatRequest", "Template", "parse_chat"]
 
-MAX_CHOICES = 64
+MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
 
 HONOURED = "honoured"

@@ -248,6 +248,7 @@ async def _health(engine: Engine, request: Request) -> Response:
         {
             "status": "ok",
             "model_version": engine.runner.version,
+            "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
             "running": scheduler.running,
             "waiting": scheduler.waiting,
             "counters": dict(scheduler.counts),

@@ -27,7 +27,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as SpanMessage
 
 from agentlightning.collector.assemble import assemble
-from agentlightning.collector.otlp import Span, decode_traces
+from agentlightning.collector.otlp import decode_traces
+from agentlightning.collector.span import Span
 from agentlightning.collector.tables import tables
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids

@@ -45,6 +45,11 @@ def main() -> int:
     peer, tokenizer = load(arguments.model, dtype=dtype)
     model, _ = load(arguments.model, dtype=dtype)
     engine = InProcess(model, tokenizer)
+    if not arguments.json:
+        print(
+            f"{arguments.model}, {str(dtype)[6:]} ({why}), {torch.get_num_threads()} threads; tokens per second"
+        )
+        print(f"{'batch':>5}  {'prompts':<12} {'engine':>8} {'generate':>9} {'ratio':>6}")
     rows = []
     for batch in arguments.batches:
         for shape in ["same prompt", "8 groups"] if batch >= GROUPS else ["same prompt"]:
@@ -53,23 +58,20 @@ def main() -> int:
                 prompts = make_prompts(batch, shape, seed=round_, vocabulary=len(tokenizer))
                 ours.append(batch * arguments.tokens / engine.seconds(prompts, arguments.tokens))
                 theirs.append(batch * arguments.tokens / generate_seconds(peer, prompts, arguments.tokens))
-            rows.append({"batch": batch, "prompts": shape, "engine": max(ours), "generate": max(theirs)})
+            row = {"batch": batch, "prompts": shape, "engine": max(ours), "generate": max(theirs)}
+            rows.append(row)
+            if not arguments.json:
+                ratio = max(ours) / max(theirs)
+                print(
+                    f"{batch:>5}  {shape:<12} {max(ours):>8.0f} {max(theirs):>9.0f} {ratio:>5.1f}x",
+                    flush=True,
+                )
     engine.scheduler.stop()
     if arguments.json:
         print(
             json.dumps(
                 {"dtype": str(dtype)[6:], "threads": torch.get_num_threads(), "tokens_per_second": rows}
             )
-        )
-        return 0
-    print(
-        f"{arguments.model}, {str(dtype)[6:]} ({why}), {torch.get_num_threads()} threads; tokens per second"
-    )
-    print(f"{'batch':>5}  {'prompts':<12} {'engine':>8} {'generate':>9} {'ratio':>6}")
-    for row in rows:
-        ratio = row["engine"] / row["generate"]
-        print(
-            f"{row['batch']:>5}  {row['prompts']:<12} {row['engine']:>8.0f} {row['generate']:>9.0f} {ratio:>5.1f}x"
         )
     return 0
 

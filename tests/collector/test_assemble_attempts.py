@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from agentlightning.collector import otlp
 from agentlightning.collector.assemble import Assembled, assemble, calls_stored
+from agentlightning.collector.span import Span
 from agentlightning.collector.tables import tables
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids
@@ -21,7 +22,7 @@ TRACE = "a" * 32
 CHAT = {"gen_ai__operation__name": "chat"}
 
 
-def decode(*pieces: spans.Piece) -> list[otlp.Span]:
+def decode(*pieces: spans.Piece) -> list[Span]:
     return otlp.decode_traces(spans.body(*pieces), Counter())
 
 
@@ -138,6 +139,14 @@ def test_several_choices_are_several_calls_and_the_sdks_span_tells_of_all() -> N
     made = attempt(agent(1, "a"), sdk_call(2, 1, gen_ai__response__id="same"), two, one)
     assert [row["agent"] for row in made.transitions] == ["a", "a"]
     assert len({row["call_id"] for row in made.transitions}) == 2
+
+
+def test_a_reward_on_one_of_several_choices_is_that_choices() -> None:
+    one = gateway_call(0, 2, agentlightning__choice=0, gen_ai__response__id="same")
+    two = gateway_call(1, 2, agentlightning__choice=1, gen_ai__response__id="same")
+    judged = one[2].span_id.hex()
+    made = attempt(one, two, spans.evaluation(hex_id(9), 1.0, parent=judged, gen_ai__response__id="same"))
+    assert [row["reward"] for row in made.transitions] == [1.0, None]
 
 
 def test_a_retried_request_is_two_calls_one_of_them_failed() -> None:

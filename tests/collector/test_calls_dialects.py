@@ -14,9 +14,10 @@ import spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentlightning.collector import calls, genai_messages, otlp, tokens
+from agentlightning.collector import calls, genai_messages, otlp, otlp_json, tokens
 from agentlightning.collector.assemble import assemble
 from agentlightning.collector.calls import Agent, Call, Tool, read_role
+from agentlightning.collector.span import Span
 from agentlightning.collector.tables import tables
 from agentlightning.proto import attributes as names
 from agentlightning.proto.packed import pack_floats, pack_ids
@@ -33,11 +34,11 @@ NOT_INSTRUMENTED = {
 }
 
 
-def load(name: str) -> list[otlp.Span]:
-    return otlp.decode_traces_json(json.loads((DUMPS / name).read_bytes()), Counter())
+def load(name: str) -> list[Span]:
+    return otlp_json.decode_traces_json(json.loads((DUMPS / name).read_bytes()), Counter())
 
 
-def decode(*pieces: spans.Piece) -> list[otlp.Span]:
+def decode(*pieces: spans.Piece) -> list[Span]:
     counters: Counter[str] = Counter()
     decoded = otlp.decode_traces(spans.body(*pieces), counters)
     assert not counters
@@ -54,7 +55,7 @@ def call_of(piece: spans.Piece) -> Call:
     "name", sorted(path.name for path in DUMPS.glob("*.json") if not path.name.endswith("logs.json"))
 )
 def test_every_model_call_of_a_dump_is_one_transition(name: str) -> None:
-    by_key: dict[tuple[str, int], list[otlp.Span]] = {}
+    by_key: dict[tuple[str, int], list[Span]] = {}
     for span in load(name):
         by_key.setdefault(span.key, []).append(span)
     made = [assemble(*key, members) for key, members in by_key.items()]
@@ -79,7 +80,7 @@ def test_content_in_structures_is_read_as_content_in_json_text() -> None:
         for span in load("openai-raw__genai_openai_ev.json")
         if names.RESPONSE_ID in span.attributes
     }
-    events = otlp.decode_logs_json(
+    events = otlp_json.decode_logs_json(
         json.loads((DUMPS / "openai-raw__genai_openai_ev.logs.json").read_bytes()), Counter()
     )
     compared = 0
@@ -253,8 +254,9 @@ def test_an_evaluation_may_be_a_span_an_event_or_a_log_record() -> None:
 )
 def test_attributes_of_every_type_come_back_from_json_as_they_were(content: Any) -> None:
     counters: Counter[str] = Counter()
-    text = orjson.dumps(otlp.attributes_to_json({"k": content}))
-    back = otlp.attributes_from_json(orjson.loads(text), counters)["k"]
+    text = otlp_json.attributes_dump({"k": content})
+    assert text == orjson.dumps(otlp_json.attributes_to_json({"k": content}))
+    back = otlp_json.attributes_from_json(orjson.loads(text), counters)["k"]
     assert not counters
     assert repr(back) == repr(content)  # repr, for NaN
 
@@ -304,10 +306,31 @@ JSON = st.recursive(
 def test_a_json_span_of_whatever_shape_becomes_rows_or_is_counted(fields: dict[str, Any]) -> None:
     item = {**fields, "traceId": "A" * 32, "spanId": "1" * 16}
     document = {"resourceSpans": [{"scopeSpans": [{"spans": [item]}]}]}
-    (span,) = otlp.decode_traces_json(document, Counter())
+    (span,) = otlp_json.decode_traces_json(document, Counter())
     assert (span.trace_id, span.span_id) == ("a" * 32, "1" * 16)
     made = tables([assemble(*span.key, [span])])
     assert len(made["spans"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("stated", "attempt"),
+    [(2, 2), ("2", 2), ("x", 0), ("9" * 5000, 0), (-1, 0), (2**40, 0), (True, 0), (1.5, 0)],
+)
+def test_an_attempt_number_may_be_text_and_nonsense_is_counted(stated: Any, attempt: int) -> None:
+    counters: Counter[str] = Counter()
+    piece = spans.span("s", "1" * 16, resource={names.ROLLOUT_ID: "r", names.ATTEMPT: stated})
+    (span,) = otlp.decode_traces(spans.body(piece), counters)
+    assert span.key == ("r", attempt)
+    assert counters["invalid_attempt"] == (attempt == 0)
+
+
+def test_a_spans_own_identity_wins_over_its_resources() -> None:
+    resource = {names.ROLLOUT_ID: "resource", names.ATTEMPT: 1, names.RUN_ID: "run"}
+    decoded = decode(
+        spans.span("s", "1" * 16, resource=resource, **{names.ROLLOUT_ID.replace(".", "__"): "own"})
+    )
+    assert decoded[0].key == ("own", 1)
+    assert decode(spans.span("s", "1" * 16))[0].key == ("a" * 32, 0)
 
 
 def test_values_nested_too_deep_are_counted_not_followed() -> None:

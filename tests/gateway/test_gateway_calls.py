@@ -144,7 +144,7 @@ def test_no_last_byte_before_the_collector_has_the_span(gateway, sink, until):
 
 
 def test_a_call_joins_the_trace_of_its_caller_whatever_the_flags(gateway, sink):
-    claimed = gateway.begin("traced")
+    claimed = gateway.begin("joined")
     trace, parent = "ab" * 16, "cd" * 8
     headers = {"authorization": f"Bearer {claimed['token']}"}
     for traceparent in (
@@ -158,11 +158,11 @@ def test_a_call_joins_the_trace_of_its_caller_whatever_the_flags(gateway, sink):
             "/v1/chat/completions", json=body, headers={**headers, "traceparent": traceparent}
         )
         assert answer.status_code == 200
-    joined, *others = sink.calls("traced")
+    joined, *others = sink.calls("joined")
     assert (joined["trace_id"], joined["parent_id"]) == (trace, parent)
     for span in others:  # else the attempt's own trace, under its root
-        assert span["trace_id"] == ids.derived_trace_id("traced", 0)
-        assert span["parent_id"] == ids.rollout_span_id("traced", 0)
+        assert span["trace_id"] == ids.derived_trace_id("joined", 0)
+        assert span["parent_id"] == ids.rollout_span_id("joined", 0)
 
 
 def test_the_runs_sampling_replaces_the_agents_and_both_are_recorded(gateway, engine, sink):

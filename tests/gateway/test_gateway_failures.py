@@ -73,7 +73,7 @@ def test_a_stream_that_breaks_ends_in_an_error_event_and_never_in_a_finish_reaso
     assert gateway.row(claimed["rollout_id"])["calls"] == 0
 
 
-def test_an_error_that_is_the_requests_own_fault_is_passed_on_and_stays_the_agents(gateway, engine, sink):
+def test_a_prompt_that_does_not_fit_is_passed_on_as_such_and_is_no_infra_error(gateway, engine, sink):
     claimed = gateway.begin("too-long")
     engine.mode = "error_400"
     with pytest.raises(openai.BadRequestError) as caught:
@@ -81,7 +81,7 @@ def test_an_error_that_is_the_requests_own_fault_is_passed_on_and_stays_the_agen
     assert caught.value.code == "context_length_exceeded"
     assert sink.calls("too-long")[0]["error.type"] == "context_length_exceeded"
     assert gateway.finish("too-long", state="failed", cause="agent_error").json()["state"] == "failed"
-    assert gateway.row("too-long")["cause"] == "agent_error"
+    assert gateway.row("too-long")["cause"] == "context_overflow"
 
 
 def test_a_fault_that_a_retry_mended_is_no_excuse(gateway, engine):

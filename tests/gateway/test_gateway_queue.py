@@ -135,6 +135,19 @@ def test_many_claimers_never_get_the_same_attempt(gateway):
     assert sorted(taken) == sorted(f"race-{number}" for number in range(200))
 
 
+def test_a_report_in_pythons_json_is_taken_and_counted(gateway):
+    gateway.begin("python-json")
+    body = b'{"attempt": 0, "controller_id": "c1", "state": "succeeded", "output": [NaN, "\\ud800"]}'
+    assert (
+        gateway.send("POST", "/api/rollouts/python-json/finish", body, role="controller").status_code == 200
+    )
+    assert gateway.row("python-json")["output"] == [None, "?"]
+    assert gateway.counters()["json_repaired"] >= 1
+    assert (
+        gateway.send("POST", "/api/rollouts/x/finish", b"[" * 100_000, role="controller").status_code == 400
+    )
+
+
 def test_of_many_finishes_one_wins(gateway):
     gateway.begin("contested")
     statuses: list[int] = []

@@ -280,6 +280,7 @@ def test_the_caller_sees_the_same_with_and_without_us(sink, llm, library):
             other.content,
         ]
 
+    sends = library.Client.send, library.AsyncClient.send
     before = everything()
     agl.instrument(endpoint=sink.url)
     try:
@@ -291,8 +292,32 @@ def test_the_caller_sees_the_same_with_and_without_us(sink, llm, library):
         assert [one.raw for one in llm.requests[6:]] == [one.raw for one in llm.requests[:6]]
     finally:
         agl.uninstrument()
-    assert not hasattr(library.Client.send, "__agentlightning_original__")
-    assert not hasattr(library.AsyncClient.send, "__agentlightning_original__")
+    assert (library.Client.send, library.AsyncClient.send) == sends
+
+
+def test_a_patch_over_ours_is_left_alone(sink, llm, monkeypatch):
+    import functools
+
+    agl.instrument(endpoint=sink.url)
+    ours = httpx.Client.send
+
+    @functools.wraps(ours)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    try:
+        httpx.Client.send = theirs  # type: ignore[method-assign]
+        agl.uninstrument()
+        assert httpx.Client.send is theirs
+        with httpx.Client() as client:
+            client.post(llm.url + "/chat/completions", json=ASK)
+            agl.instrument(endpoint=sink.url)
+            client.post(llm.url + "/chat/completions", json=ASK)
+        assert agl.flush()
+        assert len(sink.named("chat m")) == 1, "silent while off, once when on"
+    finally:
+        httpx.Client.send = ours  # type: ignore[method-assign]
+        agl.uninstrument()
 
 
 def test_other_posts_are_not_recorded(traced, llm):

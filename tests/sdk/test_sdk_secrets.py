@@ -61,6 +61,27 @@ def test_secrets_are_absent_from_every_exported_byte(traced, llm, exact):
     )
 
 
+def test_a_key_that_the_client_adds_itself_is_absent(traced, llm, exact):
+    with httpx2.Client(auth=("user", "correct-horse")) as client:
+        client.post(llm.url + "/chat/completions", json={"model": "broken", "messages": []})
+    basic = llm.requests[0].headers["authorization"].removeprefix("Basic ")
+    assert agl.flush()
+    assert traced.one("chat broken").attributes["agentlightning.response"].count("[redacted]") == 1
+    assert basic.encode() not in everything(traced)
+
+
+def test_a_key_of_the_environment_is_absent_before_the_first_call(sink, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "key-of-the-environment")
+    agl.instrument(endpoint=sink.url)
+    try:
+        with pytest.raises(RuntimeError), agl.agent("solver"):
+            raise RuntimeError("no such key: key-of-the-environment")
+        assert agl.flush()
+        assert b"key-of-the-environment" not in everything(sink)
+    finally:
+        agl.uninstrument()
+
+
 def test_the_openai_clients_key_is_absent(traced, llm, exact):
     client = openai.OpenAI(base_url=llm.url, api_key=exact.key, max_retries=0)
     with pytest.raises(openai.InternalServerError), agl.rollout(rollout_id="ro-1"):

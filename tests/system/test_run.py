@@ -91,15 +91,6 @@ def test_a_component_killed_in_the_middle_costs_nothing(make_run: Make, componen
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_where_an_undisturbed_one_does(make_run: Make, tmp_path: Path) -> None:
-    """Greedy sampling makes the rollouts equal, so the weights must be equal to the last bit."""
-    settings = {"policy": {"sampling": {"temperature": 0.0, "max_tokens": 12}}, "evaluate": {"tasks": 0}}
-    run = make_run(**settings)
-    run.start()
-    wait_for(lambda: len(run.events("step")) >= 1, why=lambda: run.output.read_text() + run.logs())
-    run.kill("trainer")
-    run.finish("--resume")
-    assert_exact(run, steps=3)
 
 
 def test_offline_training_needs_the_data_alone(make_run: Make) -> None:

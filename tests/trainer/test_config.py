@@ -38,6 +38,8 @@ def test_overrides_win_and_are_typed_by_the_schema() -> None:
         ({"collector": {"grpc": "127.0.0.1:1"}}, [], "both addresses"),
         ({"run": {"name": "../up"}}, [], "not a valid identifier"),
         ({"train": {"steps": 1}}, ["train.steps.more=1"], "is a value, not a section"),
+        ({"policy": {"sampling": {"top_p": 0.9}}}, [], "cannot be used in training"),
+        ({"policy": {"sampling": {"temperature": 0}}}, [], "no alternatives to learn from"),
     ],
 )
 def test_what_cannot_be_honoured_is_one_sentence(

@@ -25,7 +25,7 @@ BODY = {
     "max_tokens": 20,
 }
 EXACT = BODY | {"logprobs": True, "top_logprobs": 2, "return_token_ids": True}
-TOOLS = [
+TOOLS: list[Any] = [
     {
         "type": "function",
         "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
@@ -153,7 +153,7 @@ def test_a_truncated_call_stays_content(scripted: Served) -> None:
 
 
 def test_the_openai_client_works(tiny: Served, scripted: Served) -> None:
-    client = client_of(tiny)
+    client: Any = client_of(tiny)
     arguments: Any = {
         "model": "tiny",
         "messages": BODY["messages"],
@@ -289,13 +289,8 @@ def test_score_gives_the_logprobs_that_sampling_gave(tiny: Served) -> None:
     assert scored["logprobs"][1] == [None]
     sampled = [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
     assert scored["logprobs"][0][len(answer["prompt_token_ids"]) :] == pytest.approx(sampled, abs=1e-4)
-    for bad in (
-        {"token_ids": [[]]},
-        {"token_ids": [[10**6]]},
-        {"token_ids": [[1] * 1000]},
-        {"token_ids": "x"},
-        3,
-    ):
+    wrong: list[Any] = [[[]], [[10**6]], [[1] * 1000], "x"]
+    for bad in [*({"token_ids": ids} for ids in wrong), 3]:
         assert post(tiny, "/score", bad).status_code == 400
 
 

@@ -65,7 +65,7 @@ def test_gspo_has_the_gradient_of_the_clipped_geometric_mean() -> None:
         old = -torch.rand(6, dtype=torch.float64)
         logp = (old + 0.3 * torch.randn(6, dtype=torch.float64)).requires_grad_()
         advantages = torch.randn(3, dtype=torch.float64)
-        means = torch.stack([(logp - old)[SAMPLE == k].mean() for k in range(3)]).exp()
+        means = torch.stack([(logp - old)[k == SAMPLE].mean() for k in range(3)]).exp()
         value = -torch.minimum(means * advantages, means.clamp(0.8, 1.28) * advantages)[SAMPLE]
         loss, _ = gspo(logp, log_ratio(logp, old), advantages[SAMPLE], SAMPLE, 0.2, 0.28)
         torch.testing.assert_close(loss, value)

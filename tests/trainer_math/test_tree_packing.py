@@ -59,7 +59,8 @@ def test_packed_equals_padded_in_values_and_gradients(
             total = total + (weights[i] * logp[rows]).sum()
         total.backward()
     for name, gradient in gradients(model).items():
-        torch.testing.assert_close(gradient, plain[name], rtol=1e-4, atol=1e-5, msg=name)
+        largest = float(plain[name].abs().max())
+        torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-5 * largest, msg=name)
 
 
 def test_blocks_hold_the_rows_and_their_ancestors_alone() -> None:
@@ -82,7 +83,7 @@ def test_blocks_hold_the_rows_and_their_ancestors_alone() -> None:
     visit(0, set())
     for block in tree_attention.blocks_of(end, torch.device("cpu")):
         for i, row in enumerate(range(block.start, block.stop)):
-            assert set(block.columns[block.visible[0, 0, i]].tolist()) == ancestors[row]
+            assert set(block.columns[~block.hidden[i]].tolist()) == ancestors[row]
         needed = set().union(*(ancestors[row] for row in range(block.start, block.stop)))
         assert set(block.columns.tolist()) == needed
 

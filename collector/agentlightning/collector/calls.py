@@ -16,7 +16,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.collector import genai_messages, tokens
-from agentlightning.collector.otlp import STATUS_ERROR, Span
+from agentlightning.collector.span import STATUS_ERROR, Span
 from agentlightning.proto import attributes as names
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from agentlightning.collector.assemble import assemble
 from agentlightning.collector.inputs import find_files, fingerprint, read_file
-from agentlightning.collector.otlp import Span
+from agentlightning.collector.span import Span
 from agentlightning.collector.tables import tables
 from agentlightning.proto.dataset import MANIFESTS, AttemptEntry, FileEntry, commit_manifest, write_files
 from agentlightning.proto.errors import ConfigError, DataError

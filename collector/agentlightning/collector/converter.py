@@ -23,8 +23,8 @@ import orjson
 
 from agentlightning.collector.assemble import Assembled, assemble
 from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, Stopped, decode
-from agentlightning.collector.otlp import Span
 from agentlightning.collector.records import JournalReader, Kind, Record
+from agentlightning.collector.span import Span
 from agentlightning.collector.supervise import Link
 from agentlightning.collector.tables import spans_from_table, tables
 from agentlightning.proto.dataset import (
@@ -42,9 +42,9 @@ __all__ = ["Converter", "main"]
 log = logging.getLogger(__name__)
 
 WRITER: Final = "collector"
-READ_BYTES: Final = 8 << 20
+READ_BYTES: Final = 4 << 20
 """Read this much before looking what is ready."""
-COMMIT_BYTES: Final = 32 << 20
+COMMIT_BYTES: Final = 16 << 20
 """Of bodies in one commit: bounds memory when much is ready at once."""
 TRIM_BYTES: Final = 64 << 20
 """A commit without attempts is made when the journal could be cut by this much."""

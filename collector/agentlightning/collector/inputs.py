@@ -19,13 +19,9 @@ import pyarrow.parquet as pq
 from google.protobuf.message import DecodeError
 
 from agentlightning.collector import wire
-from agentlightning.collector.otlp import (
-    Span,
-    decode_logs,
-    decode_logs_json,
-    decode_traces,
-    decode_traces_json,
-)
+from agentlightning.collector.otlp import decode_logs, decode_traces
+from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
+from agentlightning.collector.span import Span
 from agentlightning.collector.tables import spans_from_table
 from agentlightning.proto.dataset import MANIFESTS, open_dataset
 from agentlightning.proto.errors import DataError

@@ -14,21 +14,17 @@ import orjson
 
 from agentlightning.collector import assemble
 from agentlightning.collector.calls import is_gateway_call, ledger_key
-from agentlightning.collector.otlp import (
-    Span,
-    decode_logs,
-    decode_logs_json,
-    decode_traces,
-    decode_traces_json,
-)
+from agentlightning.collector.otlp import decode_logs, decode_traces
+from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
 from agentlightning.collector.records import JournalReader, Kind, Record
+from agentlightning.collector.span import Span
 from agentlightning.proto.attributes import CALLS_EXPECTED, ROLLOUT_SPAN_NAME
 
 __all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "Stopped", "decode"]
 
 Key = tuple[str, int]  # rollout id, attempt
 
-MEMORY_BYTES: Final = 32 << 20
+MEMORY_BYTES: Final = 16 << 20
 """Of bodies whose decoded spans are kept; they take about three times as much."""
 QUIET_SECONDS: Final = 2.0
 """An attempt that looks complete is written without a seal after this time without news."""

@@ -13,15 +13,15 @@ import orjson
 import pyarrow as pa
 
 from agentlightning.collector.assemble import Assembled
-from agentlightning.collector.otlp import (
-    Event,
-    Link,
-    Resource,
-    Span,
+from agentlightning.collector.otlp_json import (
     attributes_dump,
     attributes_from_json,
-    attributes_to_json,
+    event_from_json,
+    event_to_json,
+    link_from_json,
+    link_to_json,
 )
+from agentlightning.collector.span import Resource, Span
 from agentlightning.proto.schemas import ROLLOUTS, SPANS, TRANSITIONS
 
 __all__ = ["spans_from_table", "tables"]
@@ -83,8 +83,8 @@ def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
                 row["flags"] or 0,
                 row["status_code"] or 0,
                 row["status_message"] or "",
-                [_event(item, counters) for item in _load(row["events"], counters)],
-                [_link(item, counters) for item in _load(row["links"], counters)],
+                [event_from_json(item, counters) for item in _load(row["events"], counters)],
+                [link_from_json(item, counters) for item in _load(row["links"], counters)],
                 row["dropped_attributes_count"] or 0,
                 row["dropped_events_count"] or 0,
                 row["rollout_id"] or row["trace_id"],
@@ -146,52 +146,12 @@ def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
         "scope_version": span.scope_version or None,
         "resource": span.resource.json,
         "attributes": attributes_dump(span.attributes),  # text columns take UTF-8 as it is
-        "events": orjson.dumps([_event_json(event) for event in span.events]) if span.events else None,
-        "links": orjson.dumps([_link_json(link) for link in span.links]) if span.links else None,
+        "events": orjson.dumps([event_to_json(event) for event in span.events]) if span.events else None,
+        "links": orjson.dumps([link_to_json(link) for link in span.links]) if span.links else None,
         "dropped_attributes_count": span.dropped_attributes,
         "dropped_events_count": span.dropped_events,
         "signal": span.signal,
     }
-
-
-def _event_json(event: Event) -> dict[str, Any]:
-    return {
-        "name": event.name,
-        "timeUnixNano": str(event.time_ns),
-        "attributes": attributes_to_json(event.attributes),
-        "droppedAttributesCount": event.dropped_attributes,
-    }
-
-
-def _event(item: dict[str, Any], counters: Counter[str]) -> Event:
-    return Event(
-        item["name"],
-        int(item["timeUnixNano"]),
-        attributes_from_json(item["attributes"], counters),
-        item["droppedAttributesCount"],
-    )
-
-
-def _link_json(link: Link) -> dict[str, Any]:
-    return {
-        "traceId": link.trace_id,
-        "spanId": link.span_id,
-        "attributes": attributes_to_json(link.attributes),
-        "traceState": link.trace_state,
-        "flags": link.flags,
-        "droppedAttributesCount": link.dropped_attributes,
-    }
-
-
-def _link(item: dict[str, Any], counters: Counter[str]) -> Link:
-    return Link(
-        item["traceId"],
-        item["spanId"],
-        attributes_from_json(item["attributes"], counters),
-        item["traceState"],
-        item["flags"],
-        item["droppedAttributesCount"],
-    )
 
 
 def _load(text: str | None, counters: Counter[str]) -> list[Any]:

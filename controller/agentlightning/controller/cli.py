@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         default=".",
         help="where agents run and modules are looked for (default: here)",
     )
-    add("--collector", metavar="URL", help="the collector's OTLP/HTTP address, told to agents")
+    add("--collector", metavar="URL", help="an open collector's OTLP/HTTP address for the agents' own spans (default: through the gateway)")
     add(
         "--state",
         metavar="DIR",

@@ -25,6 +25,8 @@ CONTRACT = frozenset(
         "ANTHROPIC_BASE_URL",
         "ANTHROPIC_API_KEY",
         "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_EXPORTER_OTLP_HEADERS",
+        "OTEL_EXPORTER_OTLP_PROTOCOL",
         "OTEL_RESOURCE_ATTRIBUTES",
     }
 )
@@ -76,8 +78,12 @@ def rollout_environment(
         "AGENTLIGHTNING_ATTEMPT": str(rollout.attempt),
         "AGENTLIGHTNING_GATEWAY": gateway,
     }
+    environ["OTEL_EXPORTER_OTLP_PROTOCOL"] = "http/protobuf"
     if collector is not None:
         environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = collector
+    else:  # through the gateway, which knows by the token whose spans they are
+        environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = gateway
+        environ["OTEL_EXPORTER_OTLP_HEADERS"] = f"authorization={quote(f'Bearer {rollout.token}')}"
     return environ
 
 

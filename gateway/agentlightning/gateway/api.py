@@ -130,10 +130,15 @@ async def _read(gateway: Gateway, request: Request) -> Fields:
     try:
         return Fields(orjson.loads(body))
     except ValueError as error:
-        try:
-            return Fields(json.loads(body))  # Python's NaN and Infinity: read, to be refused by name
-        except ValueError:
-            raise ApiError(400, "bad_request", f"The request body is not valid JSON: {error}.") from None
+        problem = error
+    try:
+        # What Python's own json writes and strict JSON lacks: NaN, Infinity, lone surrogates. A report of an agent's
+        # end must not be refused for them. Rewards that are not finite are, by name.
+        lenient = json.dumps(json.loads(body), ensure_ascii=False).encode(errors="replace")
+    except (ValueError, RecursionError):
+        raise ApiError(400, "bad_request", f"The request body is not valid JSON: {problem}.") from None
+    gateway.counters.add("json_repaired")
+    return Fields(json.loads(lenient))
 
 
 def _answer(content: Any) -> Response:
@@ -202,12 +207,12 @@ async def claim(gateway: Gateway, request: Request) -> Response:
         queued = gateway.queued.next()
         if gateway.stopping.is_set():
             return _answer({"boot_id": gateway.boot_id, "rollouts": []})
+        if await request.is_disconnected():  # nobody would run what is claimed now
+            raise ClientDisconnect
         rows = await gateway.database.write(rollouts.claim, controller_id, limit, lease)
         left = deadline - time.monotonic()
         if rows or left <= 0:
             return _answer({"boot_id": gateway.boot_id, "rollouts": [_claimed(gateway, row) for row in rows]})
-        if await request.is_disconnected():
-            raise ClientDisconnect
         try:
             async with asyncio.timeout(min(left, 1.0)):  # a retry's pause ends without anybody saying so
                 await queued.wait()

@@ -17,6 +17,7 @@ from agentlightning.gateway import api, http, rollouts
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.proxy import ChatEndpoint, ModelsEndpoint, NotServed
+from agentlightning.gateway.traces import TracesEndpoint
 
 __all__ = ["create_app"]
 
@@ -26,10 +27,12 @@ logger = logging.getLogger(__name__)
 def create_app(gateway: Gateway) -> Starlette:
     """The application of a gateway that is open."""
     chat, models, not_served = ChatEndpoint(gateway), ModelsEndpoint(gateway), NotServed(gateway)
+    traces = TracesEndpoint(gateway)
     table: list[BaseRoute] = []
     for prefix in ("", "/r/{token}"):  # the token as a path, for clients that cannot set a key
         table += [
             _route(f"{prefix}/v1/chat/completions", chat, "POST"),
+            _route(f"{prefix}/v1/traces", traces, "POST"),
             _route(f"{prefix}/v1/models", models, "GET"),
             _route(f"{prefix}/v1/models/{{model:path}}", models, "GET"),
             _route(f"{prefix}/v1/{{rest:path}}", not_served, "GET", "POST", "PUT", "DELETE", "PATCH"),

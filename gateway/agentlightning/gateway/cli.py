@@ -182,6 +182,7 @@ async def _serve(settings: Settings, listener: socket.socket, ready_file: Path |
                 access_log=False,  # it would hold rollout tokens given as a path
                 log_config=None,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=STOP_SECONDS,
             )

@@ -77,6 +77,26 @@ class Exporter:
         self._dispatch()
         await parcel.done
 
+    async def forward(self, body: bytes) -> None:
+        """Send an agent's own export request on, as it is. Raises CaptureFailed; the agent's exporter tries again."""
+        try:
+            async with self._session.post(
+                self._url,
+                data=body,
+                headers=self._headers,
+                timeout=aiohttp.ClientTimeout(total=self._timeout),
+            ) as response:
+                answer = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise CaptureFailed(
+                f"The collector could not be reached ({type(error).__name__}).", retryable=True
+            ) from None
+        if response.status != 200:
+            raise CaptureFailed(
+                f"The collector answered {response.status}.", retryable=response.status in RETRYABLE
+            )
+        _check_partial(answer)
+
     async def close(self) -> None:
         """Wait for what is under way."""
         while self._requests:

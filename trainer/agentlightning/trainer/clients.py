@@ -190,7 +190,7 @@ class TransitionClient:
     def __init__(self, address: str, *, token: str | None) -> None:
         self._address = address
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
-        limit = [("grpc.max_receive_message_length", 64 * 1024 * 1024)]
+        limit = [("grpc.max_receive_message_length", -1)]  # one row may hold a very long conversation
         self._channel = grpc.aio.insecure_channel(address, options=limit)
         self._stub = TransitionsStub(self._channel)
 

@@ -50,6 +50,8 @@ class AgentConfig(Section):
     """Working directory of the agent; null: that of `agl train`."""
     setup: str | None = None
     """`module:function` called in the agent's process before it starts, e.g. `agentlightning.sdk:instrument`."""
+    may_reward: bool | None = None
+    """Whether the agent may reward itself (`agl.reward`); null: only if there is no evaluator."""
     max_attempts: int = Field(default=3, ge=1)
     """Tries at a rollout when the infrastructure fails; failures of the agent itself are not repeated."""
 
@@ -198,8 +200,8 @@ class TrainSection(Section):
     """Optimiser updates that a step is split into."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a step."""
-    max_tokens: int = Field(default=4096, ge=64)
-    """Tokens in one forward pass; shared prefixes count once."""
+    max_tokens: int = Field(default=2048, ge=64)
+    """Tokens in one forward pass; shared prefixes count once. Bounds the memory of a step."""
     gradient_checkpointing: bool = False
     """Recompute activations: less memory, more time."""
     refill_rounds: int = Field(default=1, ge=0)
@@ -239,6 +241,18 @@ class TrainConfig(Section):
     train: TrainSection = TrainSection()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @model_validator(mode="after")
+    def _exact_sampling(self) -> Self:
+        sampling = self.policy.sampling
+        if sampling.top_p != 1.0 or sampling.top_k:
+            raise ValueError(
+                "policy.sampling.top_p and top_k cannot be used in training: the trainer's log-probabilities are those "
+                "of the whole distribution; set them in policy.val_sampling, or leave them out"
+            )
+        if sampling.temperature == 0 and self.train.steps:
+            raise ValueError("policy.sampling.temperature=0 samples no alternatives to learn from")
+        return self
 
     @property
     def directory(self) -> Path:

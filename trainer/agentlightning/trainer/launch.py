@@ -78,6 +78,7 @@ class Services:
     gateway: str
     gateway_tokens: dict[str, str]
     collector_grpc: str
+    collector_http: str
     collector_token: str | None
     engine: str
     engine_token: str | None
@@ -120,7 +121,7 @@ def launch(
         controller_token = layout.token("controller")
         write_private(controller_token, tokens.get("controller", "") + "\n")
         controller = _controller(
-            config, layout, supervisor, gateway_url, http_address, controller_token if tokens else None
+            config, layout, supervisor, gateway_url, controller_token if tokens else None
         )
         supervisor.wait_ready(controller, timeout=READY_TIMEOUT)
         say(f"controller {config.agent.concurrency} agents at once: {config.agent.target}")
@@ -133,6 +134,7 @@ def launch(
         gateway=gateway_url,
         gateway_tokens=tokens,
         collector_grpc=grpc_address,
+        collector_http=http_address,
         collector_token=read_token(collector_token_file) if collector_token_file else None,
         engine=engine_url,
         engine_token=read_token(engine_token_file) if engine_token_file else None,
@@ -200,13 +202,11 @@ def _controller(
     layout: Layout,
     supervisor: Supervisor,
     gateway: str,
-    collector: str,
     token_file: Path | None,
 ) -> Child:
     agent = config.agent
     options = {
         "--gateway": gateway,
-        "--collector": collector,
         "--agent": agent.target,
         "--evaluator": agent.evaluator,
         "--concurrency": agent.concurrency,

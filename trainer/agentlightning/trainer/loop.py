@@ -183,6 +183,7 @@ class Trainer:
                 run_id=self.config.run.name,
                 policy=policy.name,
                 max_attempts=self.config.agent.max_attempts,
+                rights=("reward",) if self._may_reward() else (),
                 deadline_s=self.config.train.rollout_deadline_s,
                 seal_timeout_s=self.config.train.seal_timeout_s,
                 check=self._check,
@@ -201,6 +202,10 @@ class Trainer:
         finally:
             for client in (gateway, engine, transitions):
                 await client.close()
+
+    def _may_reward(self) -> bool:
+        agent = self.config.agent
+        return agent.evaluator is None if agent.may_reward is None else agent.may_reward
 
     async def _served_dtype(self, engine: EngineClient) -> torch.dtype:
         health = await engine.health()

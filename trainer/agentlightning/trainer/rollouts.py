@@ -81,6 +81,7 @@ class Collector:
         run_id: str,
         policy: str,
         max_attempts: int,
+        rights: Sequence[str] = (),
         deadline_s: float,
         seal_timeout_s: float,
         check: Callable[[], None],
@@ -90,6 +91,7 @@ class Collector:
         self._run_id = run_id
         self._policy = policy
         self._max_attempts = max_attempts
+        self._rights = list(rights)
         self._deadline_s = deadline_s
         self._seal_timeout_s = seal_timeout_s
         self._check = check
@@ -124,6 +126,7 @@ class Collector:
                     "reference": group.task.reference,
                     "sampling": dict(sampling),
                     "max_attempts": self._max_attempts,
+                    "rights": self._rights,
                 }
                 for group in groups
                 for rollout_id in group.rollout_ids

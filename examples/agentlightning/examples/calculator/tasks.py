@@ -14,7 +14,7 @@ __all__ = ["held_out", "train"]
 
 NAMES = ["Ann", "Ben", "Carla", "David", "Emma", "Farid", "Grace", "Hugo", "Ines", "Jonas", "Kim", "Lena"]
 THINGS = ["apples", "books", "cards", "coins", "eggs", "marbles", "pens", "shells", "stamps", "tickets"]
-HOLDERS = ["box", "bag", "basket", "crate", "jar"]
+HOLDERS = [("box", "boxes"), ("bag", "bags"), ("basket", "baskets"), ("crate", "crates"), ("jar", "jars")]
 
 
 def train(seed: int, count: int) -> list[dict[str, Any]]:
@@ -55,8 +55,9 @@ def _loss(rng: random.Random, name: str, things: str) -> tuple[str, int]:
 
 
 def _packs(rng: random.Random, name: str, things: str) -> tuple[str, int]:
-    a, b, holder = rng.randint(6, 29), rng.randint(6, 29), rng.choice(HOLDERS)
-    return f"A {holder} holds {a} {things}. {name} fills {b} of them. How many {things} is that?", a * b
+    a, b, (one, many) = rng.randint(6, 29), rng.randint(6, 29), rng.choice(HOLDERS)
+    start = rng.choice([f"A {one} holds {a} {things}.", f"{name} packs {a} {things} into each {one}."])
+    return f"{start} How many {things} are in {b} {many}?", a * b
 
 
 STORIES: list[Callable[[random.Random, str, str], tuple[str, int]]] = [_gain, _loss, _packs]

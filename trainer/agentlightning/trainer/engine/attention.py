@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from agentlightning.trainer.engine.arena import Arena
 from agentlightning.trainer.engine.prefix import Node
 
-__all__ = ["ATTENTION", "Segment", "Step", "partial_attention"]
+__all__ = ["ATTENTION", "Segment", "Step", "partial_attention", "partial_attention_reference"]
 
 ATTENTION = "agentlightning_tree"
 """The name under which transformers knows this attention."""

@@ -134,8 +134,10 @@ def parse_chat(body: Any, *, template: Template, model: str, context: int, tool_
     if top_logprobs and not logprobs:
         raise RequestError("The field top_logprobs needs logprobs to be true.", param="top_logprobs")
     options = fields.mapping("stream_options")
+    temperature = fields.number("temperature", 0, 100, 1.0)
     sampling = Sampling(
-        temperature=fields.number("temperature", 0, 100, 1.0),
+        # Logits divided by less would overflow; there is nothing left to draw at such a temperature anyway.
+        temperature=temperature if temperature >= 1e-4 else 0.0,
         top_p=fields.number("top_p", 0, 1, 1.0),
         top_k=max(0, fields.integer("top_k", -1) or 0),
         seed=fields.integer("seed", None),

@@ -5,6 +5,7 @@ per token, from a generator of the sequence's own: what else is in the batch can
 Temperature 0 is greedy, and reports log-probabilities at temperature 1.
 """
 
+import math
 import os
 import random
 from collections.abc import Sequence
@@ -73,27 +74,31 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
         p = torch.tensor([settings[row].top_p for row in nucleus], device=z.device)
         z[nucleus] = _top_p(z[nucleus], p)
 
-    lse = z.logsumexp(-1)
-    best = z.argmax(-1)
-    chosen = best
-    if any(s.temperature for s in settings):
-        probability = (z - lse[:, None]).exp_()
-        cumulative = probability.cumsum(-1)
-        uniform = torch.tensor(
-            [[draw.random.random()] for draw in draws], dtype=torch.float32, device=z.device
-        )
-        drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
-        drawn = drawn.clamp_(max=z.shape[1] - 1)
-        # Rounding can point one past the last token that has any probability.
-        possible = probability.gather(1, drawn[:, None])[:, 0] > 0
-        greedy = torch.tensor([s.temperature == 0 for s in settings], device=z.device)
-        chosen = torch.where(greedy | ~possible, best, drawn)
-    logprobs = (z.gather(1, chosen[:, None])[:, 0] - lse).tolist()
-    tokens = chosen.tolist()
+    probability = z.softmax(-1)
+    chosen = _draw(probability, draws)
+    logprobs = probability.gather(1, chosen[:, None])[:, 0].log().tolist()
     return [
-        Sampled(tokens[row], logprobs[row], _top(z[row] - lse[row], s.top_logprobs) if s.top_logprobs else [])
-        for row, s in enumerate(settings)
+        Sampled(token, logprobs[row], _top(probability[row], s.top_logprobs) if s.top_logprobs else [])
+        for row, (token, s) in enumerate(zip(chosen.tolist(), settings, strict=True))
     ]
+
+
+def _draw(probability: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """The token where the cumulative distribution passes the row's number; the most likely one where it is greedy."""
+    greedy = torch.tensor([draw.sampling.temperature == 0 for draw in draws], device=probability.device)
+    if bool(greedy.all()):
+        return probability.argmax(-1)
+    cumulative = probability.cumsum(-1)
+    uniform = torch.tensor(
+        [[draw.random.random()] for draw in draws], dtype=torch.float32, device=probability.device
+    )
+    chosen = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)[:, 0]
+    chosen.clamp_(max=probability.shape[1] - 1)
+    # Rounding can point one past the last token that has any probability.
+    most_likely = greedy | ~(probability.gather(1, chosen[:, None])[:, 0] > 0)
+    if bool(most_likely.any()):
+        chosen[most_likely] = probability[most_likely].argmax(-1)
+    return chosen
 
 
 def _top_p(z: Tensor, top_p: Tensor) -> Tensor:
@@ -108,6 +113,9 @@ def _top_p(z: Tensor, top_p: Tensor) -> Tensor:
     return torch.full_like(z, -torch.inf).scatter_(1, indices, values)
 
 
-def _top(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
-    top = logprobs.topk(min(count, len(logprobs)))
-    return [(token, value) for token, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+def _top(probability: Tensor, count: int) -> list[tuple[int, float]]:
+    top = probability.topk(min(count, len(probability)))
+    # What top-k or top-p took out has probability 0 and no logarithm that JSON can carry.
+    return [
+        (t, p) for t, p in zip(top.indices.tolist(), top.values.log().tolist(), strict=True) if p > -math.inf
+    ]

@@ -90,9 +90,6 @@ def test_a_component_killed_in_the_middle_costs_nothing(make_run: Make, componen
     assert len(run.events("step")) == 3
 
 
-@pytest.mark.slow
-
-
 def test_offline_training_needs_the_data_alone(make_run: Make) -> None:
     run = make_run(train={"steps": 2})
     run.finish()

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import duckdb
 import polars

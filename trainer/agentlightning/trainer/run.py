@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
     began = time.monotonic()
     with open_run(config, layout.root, resume=resume), Console() as console, sigterm_interrupts():
         logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        # Deprecations between transformers and peft: nothing that a user of ours could act on.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         console.say(f"run {config.run.name}: state, data and results in {layout.root}/")
         resolve_model(config.policy.model)  # converts a GGUF once, before two processes want it
         supervisor = Supervisor()

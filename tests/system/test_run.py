@@ -109,7 +109,7 @@ def test_offline_training_needs_the_data_alone(make_run: Make) -> None:
         (["tasks.train=none.jsonl"], "none.jsonl cannot be read"),
         (["--resume"], "There is no run to resume"),
         (["--offline", "/tmp"], "is not a data set"),
-        (["agent.target="], "The configuration needs `agent.target`."),
+        (["agent.target=''"], "The configuration needs `agent.target`."),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_no_traceback(

@@ -156,7 +156,11 @@ def test_every_kind_of_trouble_gets_a_clear_answer_and_the_run_goes_on(make_run:
 
 @pytest.mark.slow
 def test_an_engine_that_dies_in_the_middle_of_answers_fails_no_rollout(make_run: Make) -> None:
-    run = make_run(policy={"sampling": {"temperature": 1.0, "max_tokens": 300}}, evaluate={"tasks": 0})
+    run = make_run(
+        policy={"sampling": {"temperature": 1.0, "max_tokens": 300}},
+        engine={"max_model_len": 2048},
+        evaluate={"tasks": 0},
+    )
     run.start()
     wait_for(lambda: len(run.events("step")) >= 1, why=lambda: run.output.read_text() + run.logs())
     before = len(list((run.root / "agents").iterdir()))

@@ -18,7 +18,7 @@ from agentlightning.proto.errors import ConfigError
 
 __all__ = ["Block", "blocks_of", "use_tree_attention"]
 
-NAME = "agentlightning_tree"
+NAME = "agentlightning_packed"
 ROWS = {"cpu": 128, "cuda": 1024}
 """Rows of a block: few enough to skip other branches, enough for the kernel to be busy."""
 

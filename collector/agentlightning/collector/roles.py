@@ -5,6 +5,7 @@ multiple of four, log-probabilities that are not one per response id) are left o
 says why.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -31,6 +32,12 @@ __all__ = [
 GATEWAY: Final = "gateway"
 SDK: Final = "sdk"
 GATEWAY_SCOPE: Final = "agentlightning.gateway"
+_CLASS: Final = re.compile(r"(\w+\.)+[A-Z]\w*")
+_WRAPPED: Final = re.compile(
+    r"(?:\{'message': 'Error getting response', 'data': |Error getting response: )\{'error': (['\"])(.*)\1\}+",
+    re.DOTALL,
+)
+"""What the Agents SDK makes of an exception's text."""
 
 
 @dataclass(slots=True)
@@ -102,18 +109,22 @@ def source_of(span: Span) -> str:
 def error_of(span: Span) -> str | None:
     """`type: message`, as far as the span says; None on success.
 
-    The exception event is the fullest: `error.type` is a bare class name in some dialects, the status
-    a whole traceback in others.
+    The exception event says most: some dialects write a whole traceback into the status. The type is
+    the class alone, as some do not say the module.
     """
     kind = string(span.attributes.get(names.ERROR_TYPE))
     if span.status_code != STATUS_ERROR and kind is None:
         return None
+    message = span.status_message
     for event in reversed(span.events):
         raised = string(event.attributes.get("exception.type")) if event.name == "exception" else None
         if raised is not None:
-            message = string(event.attributes.get("exception.message"))
-            return f"{raised}: {message}" if message else raised
-    message = span.status_message
+            kind, message = raised, string(event.attributes.get("exception.message")) or ""
+            break
+    if kind is not None and _CLASS.fullmatch(kind):
+        kind = kind.rpartition(".")[2]
+    wrapped = _WRAPPED.fullmatch(message)
+    message = wrapped[2] if wrapped else message
     if kind and message and not message.startswith(kind):
         return f"{kind}: {message}"
     return message or kind or "error"

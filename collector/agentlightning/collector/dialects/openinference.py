@@ -5,7 +5,6 @@ the text of tool arguments, the response id, token ids and log-probabilities. Th
 are an API's own bodies; LangChain's, the Agents SDK's and AutoGen's forms are recognised by their shape.
 """
 
-import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -31,7 +30,6 @@ __all__ = ["read"]
 
 _KIND: Final = "openinference.span.kind"
 _SCOPES: Final = "openinference.instrumentation."
-_WRAPPED_ERROR: Final = re.compile(r"Error getting response: \{'error': (['\"])(.*)\1\}", re.DOTALL)
 
 
 def read(span: Span) -> Role | None:
@@ -56,9 +54,6 @@ def read(span: Span) -> Role | None:
 def _call(span: Span) -> Call:
     attributes = span.attributes
     call = new_call(span)
-    if call.error is not None:
-        wrapped = _WRAPPED_ERROR.fullmatch(call.error)  # of the Agents SDK
-        call.error = wrapped[2] if wrapped else call.error
     call.agent = nodes.node_of(_metadata(attributes)) or string(attributes.get("agent.name"))
     parameters = structured(attributes.get("llm.invocation_parameters"))
     parameters = parameters if isinstance(parameters, dict) else {}

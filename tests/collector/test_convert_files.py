@@ -129,7 +129,7 @@ def test_transitions_derived_again_from_the_spans_table_are_equal(
     given: str, recorded: Path, tmp_path: Path
 ) -> None:
     shutil.copy(DUMPS / "openai-agents__genai_agents+genai_openai.json.gz", tmp_path / "dump.json.gz")
-    convert([recorded, tmp_path / "dump.json"], tmp_path / "one")
+    convert([recorded, tmp_path / "dump.json.gz"], tmp_path / "one")
     inputs = {
         "data set": [tmp_path / "one"],
         "folder": [tmp_path / "one" / "spans"],

@@ -7,6 +7,7 @@ of these gzipped.
 
 import gzip
 import hashlib
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -190,8 +191,14 @@ def _read_json(path: Path, file: _Counted, counters: Counter[str], refuse: Refus
                     yield from _read_line(path, number, line.removeprefix(_MARK), counters, refuse)
             return
         try:
-            for part in json_stream.documents(file.read):
-                yield from _read_document(str(path), part, counters, refuse)
+            parts = json_stream.documents(file.read)
+            first = next(parts, None)
+            if first is None:  # no spans: whatever its beginning says that it is
+                part = b'{"resourceMetrics":[]}' if b'"resourceMetrics"' in head[:4096] else b"{}"
+                yield from _read_document(str(path), orjson.loads(part), counters, refuse)
+                return
+            for document in itertools.chain([first], parts):
+                yield from _read_document(str(path), document, counters, refuse)
         except ValueError as error:
             refuse(f"{path} is not JSON to its end: {error}. What comes before is converted.")
         return

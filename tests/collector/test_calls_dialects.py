@@ -27,7 +27,9 @@ DUMPS = Path(__file__).parents[1] / "data" / "otlp"
 
 
 def load(name: str) -> list[Span]:
-    return otlp_json.decode_traces_json(json.loads(gzip.decompress((DUMPS / f"{name}.gz").read_bytes())), Counter())
+    return otlp_json.decode_traces_json(
+        json.loads(gzip.decompress((DUMPS / f"{name}.gz").read_bytes())), Counter()
+    )
 
 
 def decode(*pieces: spans.Piece) -> list[Span]:
@@ -59,7 +61,8 @@ def test_content_in_structures_is_read_as_content_in_json_text() -> None:
         if names.RESPONSE_ID in span.attributes
     }
     events = otlp_json.decode_logs_json(
-        json.loads(gzip.decompress((DUMPS / "openai-raw__genai_openai_ev.logs.json.gz").read_bytes())), Counter()
+        json.loads(gzip.decompress((DUMPS / "openai-raw__genai_openai_ev.logs.json.gz").read_bytes())),
+        Counter(),
     )
     compared = 0
     for event in events:

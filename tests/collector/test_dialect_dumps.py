@@ -156,7 +156,9 @@ def test_where_only_a_part_of_the_calls_carries_a_thing_it_is_right_there() -> N
         ("tools", openllmetry, "responses"),
         ("finish_reason", openllmetry, "responses"),
     ):
-        told = Counter((row["question"], row[what]) for row in rows if row["api"] == api and row["error"] is None)
+        told = Counter(
+            (row["question"], row[what]) for row in rows if row["api"] == api and row["error"] is None
+        )
         known = Counter((row["question"], row[what]) for row in reference if row["error"] is None)
         assert told
         if api == "chat":  # a stream of it carries nothing but messages
@@ -166,7 +168,9 @@ def test_where_only_a_part_of_the_calls_carries_a_thing_it_is_right_there() -> N
 
 def test_content_in_log_records_is_the_content_of_its_span() -> None:
     chat = Counter(
-        (row["question"], row["answer"]) for row in dumps.calls("openai-raw__genai_openai") if row["api"] == "chat"
+        (row["question"], row["answer"])
+        for row in dumps.calls("openai-raw__genai_openai")
+        if row["api"] == "chat"
     )
     older = dumps.calls("openai-raw__contrib-openai_v2-2.4b0", "openai-raw__contrib-openai_v2-2.4b0.logs")
     told = Counter((row["question"], row["answer"]) for row in older)

@@ -59,10 +59,14 @@ def features(row: dict[str, Any]) -> dict[str, Any]:
     choices = response.get("choices")
     return {
         "api": {"resp": "responses", "cmpl": "completions"}.get((response.get("id") or "")[:4], "chat"),
-        "question": _messages(request["messages"], seen) if "messages" in request else repr(request.get("prompt")),
+        "question": _messages(request["messages"], seen)
+        if "messages" in request
+        else repr(request.get("prompt")),
         "answer": None
         if choices is None
-        else tuple(_messages([item["message"]], seen) if "message" in item else item["text"] for item in choices),
+        else tuple(
+            _messages([item["message"]], seen) if "message" in item else item["text"] for item in choices
+        ),
         "tools": json.dumps(
             [_without(tool["function"], "strict") for tool in request.get("tools", ())], sort_keys=True
         ),

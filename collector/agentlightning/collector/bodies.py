@@ -47,7 +47,13 @@ _SAMPLING_NAMES: Final = {
     "max_output_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-_ROLES: Final = {"human": "user", "ai": "assistant", "function": "tool", "unknown": "assistant", "model": "assistant"}
+_ROLES: Final = {
+    "human": "user",
+    "ai": "assistant",
+    "function": "tool",
+    "unknown": "assistant",
+    "model": "assistant",
+}
 _FINISH: Final = {
     "tool_call": "tool_calls",
     "tool_use": "tool_calls",
@@ -201,7 +207,11 @@ def normal_body(body: Mapping[str, Any]) -> dict[str, Any]:
         made["choices"] = [
             {
                 **item,
-                **({"message": choice(0, item["message"], None)["message"]} if isinstance(item.get("message"), dict) else {}),
+                **(
+                    {"message": choice(0, item["message"], None)["message"]}
+                    if isinstance(item.get("message"), dict)
+                    else {}
+                ),
                 "finish_reason": finish_reason(item.get("finish_reason")),
             }
             for item in _items(made["choices"])
@@ -233,24 +243,28 @@ def dump(body: dict[str, Any] | None) -> str | None:
 
 def unflatten(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """The list that attributes like `prefix.0.role` spell out: one tree per index, numbers as lists."""
-    tree: dict[str, Any] = {}
+    tree = _Tree()
     for key, value in attributes.items():
         if not key.startswith(prefix):
             continue
         place = tree
         *way, last = key[len(prefix) :].lstrip(".").split(".")
         for step in way:
-            inner = place.setdefault(step, {})
-            if not isinstance(inner, dict):  # a value and a tree of one name: the tree wins
-                inner = place[step] = {}
+            inner = place.setdefault(step, _Tree())
+            if not isinstance(inner, _Tree):  # a value and a tree of one name: the tree wins
+                inner = place[step] = _Tree()
             place = inner
         place.setdefault(last, value)
     listed = _listed(tree)
     return [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
 
 
+class _Tree(dict[str, Any]):
+    """What keys spell out, as opposed to a structure that is an attribute's value."""
+
+
 def _listed(tree: Any) -> Any:
-    if not isinstance(tree, dict):
+    if not isinstance(tree, _Tree):
         return tree
     if tree and all(key.isdecimal() for key in tree):
         return [_listed(tree[key]) for key in sorted(tree, key=int)]

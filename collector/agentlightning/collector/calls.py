@@ -12,6 +12,7 @@ from agentlightning.collector.roles import (
     SDK,
     Agent,
     Call,
+    Other,
     Role,
     Tool,
     error_of,
@@ -69,6 +70,8 @@ def read_role(span: Span, records: Iterable[Span] = ()) -> Role | None:
         role = dialect(told)
         if role is None:
             continue
+        if isinstance(role, Other):
+            return None
         if isinstance(role, Call):
             role.span = span
             ours.complete(role, told)

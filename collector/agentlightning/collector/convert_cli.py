@@ -136,7 +136,10 @@ def _link(spool: Spool, bar: Progress) -> None:
     links = TraceLinks()
     keys = list(spool)
     for index, key in enumerate(keys):
-        if spool.is_trace(key):
+        home = spool.home(key)
+        if home is not None and home != key:
+            spool.merge(key, home)
+        elif spool.is_trace(key):
             links.add(key[0], spool.load([key]))
         bar.update("linking", index + 1, len(keys))
     for trace, head in links.heads().items():

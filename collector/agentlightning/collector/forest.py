@@ -67,10 +67,10 @@ class Forest:
             if role is not None:
                 self.roles[key] = role
         for key, told in records.items():  # only the logs were exported
-            span = events.stand_in(told) if all(key) else None
-            role = read_role(span) if span is not None else None
-            if span is not None and role is not None:
-                self.spans[key], self.roles[key] = span, role
+            stand_in = events.stand_in(told) if all(key) else None
+            role = read_role(stand_in) if stand_in is not None else None
+            if stand_in is not None and role is not None:
+                self.spans[key], self.roles[key] = stand_in, role
         self.evaluations = [evaluation for span in spans for evaluation in evaluations(span)]
         root = rollout_span_id(rollout_id, attempt)  # known, even before its span has come
         self.orphans = sum(

@@ -74,9 +74,15 @@ def chat_response(
         made = messages_of(output) or [{"role": "assistant", "content": None}]
         answer = choice(index, made[0], reason)
         if completion:
-            answer = {"index": index, "text": answer["message"]["content"] or "", "finish_reason": answer["finish_reason"]}
+            answer = {
+                "index": index,
+                "text": answer["message"]["content"] or "",
+                "finish_reason": answer["finish_reason"],
+            }
         choices.append(answer)
-    usage = usage_of(attributes.get("gen_ai.usage.input_tokens"), attributes.get("gen_ai.usage.output_tokens"))
+    usage = usage_of(
+        attributes.get("gen_ai.usage.input_tokens"), attributes.get("gen_ai.usage.output_tokens")
+    )
     return response_body(response_id, model, choices, usage)
 
 
@@ -123,8 +129,8 @@ def _prompt(messages: list[Any]) -> Any:
     pieces = [
         part.get("content") if isinstance(part, dict) else part
         for message in messages
-        if isinstance(message, dict)
-        for part in (message.get("parts") or [])
+        if isinstance(message, dict) and isinstance(message.get("parts"), list)
+        for part in message["parts"]
     ]
     if pieces and all(isinstance(piece, int) for piece in pieces):
         return pieces

@@ -94,6 +94,7 @@ def documents(read: Callable[[int], bytes]) -> Iterator[Any]:
     begun = -1  # where the part that is parsed whole begins, in the buffer
     depth = 0  # of brackets within it
     what = ""
+    scanned = 0  # how much of the buffer has been scanned
     ended = False
     while not ended:
         chunk = read(CHUNK)

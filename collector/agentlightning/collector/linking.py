@@ -4,8 +4,8 @@ Some instrumentations do not put their spans into the context, so what another o
 call begins a trace of its own. A rollout's spans are together anyway, whatever their traces.
 """
 
-from dataclasses import replace
 from collections.abc import Iterable
+from dataclasses import replace
 
 from agentlightning.collector.forest import Forest, tellers
 from agentlightning.collector.same_call import Sketch, same_calls, sketch_of

@@ -11,7 +11,16 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from agentlightning.collector import wire
-from agentlightning.collector.span import LOG_BODY, MAX_DEPTH, Event, Link, Resource, Span, clamp_time, identify
+from agentlightning.collector.span import (
+    LOG_BODY,
+    MAX_DEPTH,
+    Event,
+    Link,
+    Resource,
+    Span,
+    clamp_time,
+    identify,
+)
 from agentlightning.collector.tokens import TOKEN_ATTRIBUTES, pack_array
 
 __all__ = ["decode_logs", "decode_traces"]

@@ -18,6 +18,7 @@ __all__ = [
     "SDK",
     "Agent",
     "Call",
+    "Other",
     "Role",
     "Tool",
     "error_of",
@@ -82,6 +83,11 @@ class Tool:
     """A tool's work: a call below it is not the call above it."""
 
     name: str
+
+
+@dataclass(slots=True)
+class Other:
+    """A span that a dialect knows to be none of these, whatever it looks like to another."""
 
 
 Role = Call | Agent | Tool

@@ -191,7 +191,9 @@ def _question(request: str | None) -> bytes | None:
     elif last is None:
         last = body.get("prompt")
     if isinstance(last, list):
-        last = "".join(text_of(part.get("text")) if isinstance(part, dict) else text_of(part) for part in last)
+        last = "".join(
+            text_of(part.get("text")) if isinstance(part, dict) else text_of(part) for part in last
+        )
     if last is None:
         return None
     return hashlib.blake2b(text_of(last).encode(errors="replace"), digest_size=12).digest()

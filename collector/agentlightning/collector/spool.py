@@ -27,6 +27,8 @@ class Spool:
         self._places: dict[Key, array[int]] = defaultdict(lambda: array("Q"))
         self._sizes: dict[Key, int] = defaultdict(int)
         self._traces: dict[Key, bool] = {}
+        self._homes: dict[str, Key] = {}
+        self._spanless: set[Key] = set()
         self._end = 0
         self._resources: list[Resource] = []
         self._by_identity: dict[int, tuple[Resource, int]] = {}
@@ -52,11 +54,21 @@ class Spool:
         """Whether an attempt is a trace that belongs to no rollout."""
         return self._traces[key]
 
+    def home(self, key: Key) -> Key | None:
+        """For log records that name no rollout: the attempt that the spans of their trace belong to."""
+        return self._homes.get(key[0]) if self._traces[key] and key in self._spanless else None
+
     def add(self, span: Span) -> None:
         """Keep a span."""
         data = marshal.dumps(self._fields(span))
         is_trace = span.trace_id == span.rollout_id and span.attempt == 0
         self._traces[span.key] = is_trace or self._traces.get(span.key, False)
+        if span.signal == "span":
+            if not is_trace:
+                self._homes[span.trace_id] = span.key
+            self._spanless.discard(span.key)
+        elif span.key not in self._places:
+            self._spanless.add(span.key)
         places = self._places[span.key]
         places.append(self._end)
         self._sizes[span.key] += len(data)
@@ -83,7 +95,10 @@ class Spool:
         return (
             self._resource(span.resource),
             *(getattr(span, name) for name in _PLAIN),
-            [(event.name, event.time_ns, event.attributes, event.dropped_attributes) for event in span.events],
+            [
+                (event.name, event.time_ns, event.attributes, event.dropped_attributes)
+                for event in span.events
+            ],
             [
                 (
                     link.trace_id,

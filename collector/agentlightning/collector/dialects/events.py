@@ -23,7 +23,10 @@ MESSAGES: Final = {
     "gen_ai.assistant.message": "assistant",
     "gen_ai.tool.message": "tool",
 }
-_SPAN_EVENTS: Final = {"gen_ai.content.prompt": "gen_ai.prompt", "gen_ai.content.completion": "gen_ai.completion"}
+_SPAN_EVENTS: Final = {
+    "gen_ai.content.prompt": "gen_ai.prompt",
+    "gen_ai.content.completion": "gen_ai.completion",
+}
 _INPUT: Final = "gen_ai.input.messages"
 _OUTPUT: Final = "gen_ai.output.messages"
 
@@ -36,9 +39,7 @@ def is_content(record: Span | Event) -> bool:
 def laid_on(span: Span, records: Iterable[Span]) -> Span:
     """The span as it would be, had it said itself what its events say; itself if they say nothing."""
     told = [event for event in span.events if is_content(event)]
-    logs = sorted(
-        (record for record in records if is_content(record)), key=lambda record: (record.start_ns, _order(record))
-    )
+    logs = sorted((record for record in records if is_content(record)), key=_order)
     if not told and not logs:
         return span
     found = _attributes(logs)
@@ -49,8 +50,8 @@ def laid_on(span: Span, records: Iterable[Span]) -> Span:
 
 def stand_in(records: list[Span]) -> Span | None:
     """For the span of records whose span never came: what they tell of the call; None if that is none."""
-    first = min(records, key=lambda record: (record.start_ns, _order(record)))
-    found = _attributes(sorted(records, key=lambda record: (record.start_ns, _order(record))))
+    ordered = sorted(records, key=_order)
+    first, found = ordered[0], _attributes(ordered)
     if _OUTPUT not in found and names.RESPONSE_ID not in found and names.ERROR_TYPE not in found:
         return None
     found.setdefault(names.OPERATION_NAME, "chat")
@@ -59,13 +60,18 @@ def stand_in(records: list[Span]) -> Span | None:
         signal="span",
         name=f"chat {found.get(names.REQUEST_MODEL, '')}".strip(),
         end_ns=max(record.end_ns for record in records),
-        attributes={**found, **{key: first.attributes[key] for key in names.IDENTITY if key in first.attributes}},
+        attributes={
+            **found,
+            **{key: first.attributes[key] for key in names.IDENTITY if key in first.attributes},
+        },
     )
 
 
-def _order(record: Span | Event) -> tuple[int, str]:
-    """Records of one moment: what went in before what came out."""
-    return (record.name == CHOICE, str(record.attributes.get(LOG_BODY)) if record.name == CHOICE else "")
+def _order(record: Span) -> tuple[int, bool, bool, str]:
+    """By time; of one moment the system's message first, and what went in before what came out."""
+    choice = record.name == CHOICE
+    body = str(record.attributes.get(LOG_BODY)) if choice else ""
+    return (record.start_ns, choice, record.name != "gen_ai.system.message", body)
 
 
 def _attributes(records: Iterable[Span | Event]) -> dict[str, Any]:
@@ -92,7 +98,9 @@ def _attributes(records: Iterable[Span | Event]) -> dict[str, Any]:
             outputs.append((index if isinstance(index, int) else len(outputs), made))
         elif record.name in _SPAN_EVENTS:
             value = structured(record.attributes.get(_SPAN_EVENTS[record.name]))
-            listed = [item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)]
+            listed = [
+                item for item in (value if isinstance(value, list) else [value]) if isinstance(item, dict)
+            ]
             if record.name == "gen_ai.content.prompt":
                 inputs.extend(_message(item, "user") for item in listed)
             else:
@@ -115,7 +123,10 @@ def _content(record: Span | Event) -> dict[str, Any]:
             return {key.removeprefix("gen_ai.event."): item for key, item in value.items()}
         if isinstance(value, str):
             return {"content": value}
-    return {key: structured(value) if key in ("message", "tool_calls") else value for key, value in record.attributes.items()}
+    return {
+        key: structured(value) if key in ("message", "tool_calls") else value
+        for key, value in record.attributes.items()
+    }
 
 
 def _message(content: Mapping[str, Any], role: str) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def chat_messages(value: Any) -> list[dict[str, Any]]:
 
 def choices(value: Any) -> list[dict[str, Any]]:
     """The answers of a result (`{"generations": [[…]]}`)."""
-    made = []
+    made: list[dict[str, Any]] = []
     for generation in _generations(value):
         message = _message(generation.get("message"))
         if message is None:

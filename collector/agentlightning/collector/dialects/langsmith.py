@@ -18,7 +18,7 @@ from agentlightning.collector.bodies import (
     usage_of,
 )
 from agentlightning.collector.dialects import genai, langchain, nodes
-from agentlightning.collector.roles import Call, Role, Tool, response_id, string
+from agentlightning.collector.roles import Call, Other, Role, Tool, response_id, string
 from agentlightning.collector.span import Span
 from agentlightning.proto import attributes as names
 
@@ -28,7 +28,7 @@ _KIND: Final = "langsmith.span.kind"
 _METADATA: Final = "langsmith.metadata."
 
 
-def read(span: Span) -> Role | None:
+def read(span: Span) -> Role | Other | None:
     """What a span of LangSmith is."""
     attributes = span.attributes
     kind = attributes.get(_KIND)
@@ -40,8 +40,8 @@ def read(span: Span) -> Role | None:
         case "tool":
             return Tool(string(attributes.get("gen_ai.tool.name")) or span.name)
         case "chain":
-            return nodes.chain_role(_run_name(span), _metadata(attributes))
-    return genai.read(span) if kind not in ("prompt", "retriever", "embedding", "parser") else None
+            return nodes.chain_role(_run_name(span), _metadata(attributes)) or Other()
+    return Other()
 
 
 def _call(span: Span) -> Call:
@@ -100,4 +100,6 @@ def _run_name(span: Span) -> str:
 
 
 def _metadata(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix(_METADATA): value for key, value in attributes.items() if key.startswith(_METADATA)}
+    return {
+        key.removeprefix(_METADATA): value for key, value in attributes.items() if key.startswith(_METADATA)
+    }

@@ -68,7 +68,9 @@ def _call(span: Span) -> Call:
 def _read_request(call: Call, attributes: dict[str, Any], parameters: dict[str, Any]) -> None:
     value = _value(call, attributes, "input")
     messages = [_message(call, item) for item in unflatten(attributes, "llm.input_messages.")]
-    tools = [structured(_tree(item, "tool").get("json_schema")) for item in unflatten(attributes, "llm.tools.")]
+    tools = [
+        structured(_tree(item, "tool").get("json_schema")) for item in unflatten(attributes, "llm.tools.")
+    ]
     if isinstance(value, dict) and _is_chat(value):
         body = normal_body(value)
         call.sampling = sampling_of(value)
@@ -90,7 +92,11 @@ def _read_request(call: Call, attributes: dict[str, Any], parameters: dict[str, 
             text_of(_tree(item, "prompt").get("text")) for item in unflatten(attributes, "llm.prompts.")
         ]
         if prompts and not messages:
-            body = {"model": call.model, "prompt": prompts[0] if len(prompts) == 1 else prompts, **call.sampling}
+            body = {
+                "model": call.model,
+                "prompt": prompts[0] if len(prompts) == 1 else prompts,
+                **call.sampling,
+            }
         elif messages:
             stream = parameters.get("stream") is True
             body = request_body(call.model, messages, tools, call.sampling, stream=stream)
@@ -155,7 +161,9 @@ def _message(call: Call, item: dict[str, Any]) -> dict[str, Any]:
         made["role"] = "system"  # AutoGen knows no other, this instrumentation writes it so
     contents = tree.get("contents")
     if made["content"] is None and isinstance(contents, list):
-        made["content"] = [_part(_tree(part, "message_content")) for part in contents if isinstance(part, dict)]
+        made["content"] = [
+            _part(_tree(part, "message_content")) for part in contents if isinstance(part, dict)
+        ]
     calls = tree.get("tool_calls")
     if isinstance(calls, list):
         made["tool_calls"] = [_tree(item, "tool_call") for item in calls if isinstance(item, dict)]

@@ -18,7 +18,7 @@ from agentlightning.collector.bodies import (
     usage_of,
 )
 from agentlightning.collector.dialects import genai, nodes
-from agentlightning.collector.roles import Agent, Call, Role, Tool, operation, string
+from agentlightning.collector.roles import Agent, Call, Other, Role, Tool, operation, string
 from agentlightning.collector.span import Span
 from agentlightning.proto import attributes as names
 
@@ -30,7 +30,7 @@ _LANGCHAIN: Final = "opentelemetry.instrumentation.langchain"
 _AGENTS: Final = "opentelemetry.instrumentation.openai_agents"
 
 
-def read(span: Span) -> Role | None:
+def read(span: Span) -> Role | Other | None:
     """What a span of OpenLLMetry is."""
     attributes = span.attributes
     if _is_call(span):
@@ -49,6 +49,8 @@ def read(span: Span) -> Role | None:
         case "agent":
             return Agent(string(attributes.get(names.AGENT_NAME)) or name)
         case "workflow":
+            if name.startswith("Runnable"):
+                return Other()  # a chain that nobody gave a name
             if span.scope != _LANGCHAIN or operation(span) == "invoke_agent":
                 return Agent(string(attributes.get(names.AGENT_NAME)) or name)
             return _chain(name, attributes)
@@ -110,7 +112,7 @@ def _flattened(span: Span) -> Call:
     )
     if completion and prompts:
         texts = [item.get("user", item.get("content")) for item in prompts]
-        prompt = texts[0] if len(texts) == 1 else texts
+        prompt: Any = texts[0] if len(texts) == 1 else texts
         body = {"model": model, "prompt": prompt, **call.sampling}
         call.request = dump({**body, "stream": True} if stream else body)
     elif prompts:
@@ -140,7 +142,9 @@ def _message(item: Mapping[str, Any]) -> dict[str, Any]:
     content = item.get("content")
     parts = structured(content)
     # Content of several parts was written as JSON text.
-    listed = isinstance(parts, list) and parts and all(isinstance(part, dict) and "type" in part for part in parts)
+    listed = (
+        isinstance(parts, list) and parts and all(isinstance(part, dict) and "type" in part for part in parts)
+    )
     return {**made, "content": parts if listed else content}
 
 

@@ -242,6 +242,53 @@ def test_langsmith_wraps_openai_bodies_too() -> None:
     assert (call.response_id, call.finish_reason) == ("chatcmpl-2", "length")
 
 
+def test_the_flattened_dialect_of_the_client_and_what_is_no_model_call() -> None:
+    call = call_of(
+        a_span(
+            "openai.completion",
+            {
+                "llm.request.type": "completion",
+                "gen_ai.request.model": "m",
+                "gen_ai.prompt.0.user": "-- q",
+                "gen_ai.completion.0.content": "SELECT 1",
+                "gen_ai.completion.0.finish_reason": "length",
+            },
+        )
+    )
+    assert json.loads(call.request or "")["prompt"] == "-- q"
+    assert json.loads(call.response or "")["choices"][0]["text"] == "SELECT 1"
+    assert call.finish_reason == "length"
+    response = {"gen_ai.prompt.0.role": "user", "gen_ai.prompt.0.content": "q", "gen_ai.request.model": "m"}
+    assert isinstance(read_role(a_span("openai.response", response)), Call)
+    embedding = {"llm.request.type": "embedding", "gen_ai.prompt.0.content": "q"}
+    assert read_role(a_span("openai.embeddings", embedding)) is None
+    agent = {"traceloop.span.kind": "agent", "gen_ai.agent.name": "triage", "gen_ai.prompt.0.content": "q"}
+    assert read_role(a_span("triage.agent", agent)) == Agent("triage")
+    chain = {"traceloop.span.kind": "workflow", "traceloop.entity.name": "RunnableSequence"}
+    assert read_role(a_span("RunnableSequence.workflow", chain)) is None
+
+
+def test_one_message_of_several_results_is_a_message_for_each() -> None:
+    attributes = {
+        "openinference.span.kind": "LLM",
+        "llm.input_messages.0.message.role": "assistant",
+        "llm.input_messages.0.message.tool_calls.1.tool_call.id": "a",
+        "llm.input_messages.0.message.tool_calls.1.tool_call.function.name": "f",
+        "llm.input_messages.0.message.tool_calls.2.tool_call.id": "b",
+        "llm.input_messages.0.message.tool_calls.2.tool_call.function.name": "g",
+        "llm.input_messages.1.message.role": "function",
+        "llm.input_messages.1.message.function.0": '{"content": "1", "call_id": "a"}',
+        "llm.input_messages.1.message.function.1": '{"content": "2", "call_id": "b"}',
+    }
+    messages = json.loads(call_of(a_span("create", attributes)).request or "")["messages"]
+    assert [(m["role"], m.get("tool_call_id"), m["content"]) for m in messages] == [
+        ("assistant", None, None),
+        ("tool", "a", "1"),
+        ("tool", "b", "2"),
+    ]
+    assert [call["function"]["arguments"] for call in messages[0]["tool_calls"]] == ["{}", "{}"]
+
+
 def test_older_events_on_the_span_itself_are_its_content() -> None:
     events = [
         Event("gen_ai.system.message", 11, {"gen_ai.event.content": '{"role": "system", "content": "s"}'}),

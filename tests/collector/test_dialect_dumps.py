@@ -9,6 +9,7 @@ from typing import Any
 import dumps
 import pytest
 
+from agentlightning.collector.calls import Call, read_role
 from agentlightning.collector.convert_cli import convert
 from agentlightning.proto.dataset import open_dataset
 from agentlightning.proto.packed import unpack_floats, unpack_ids
@@ -226,3 +227,27 @@ def test_a_rollout_id_on_the_resource_puts_all_traces_into_one_attempt() -> None
     (made,) = dumps.assembled(spans)
     assert len(made.transitions) == 21
     assert made.rollout["calls_stored"] == 20  # one is an error
+
+
+@pytest.mark.parametrize(
+    ("name", "outer"),
+    [
+        ("langgraph__oi_langchain+oi_openai", "openinference.instrumentation.langchain"),
+        ("langgraph__oi_langchain+genai_openai", "openinference.instrumentation.langchain"),
+        ("openai-agents__oi_agents+genai_openai", "openinference.instrumentation.openai_agents"),
+    ],
+)
+def test_stacks_that_only_time_and_content_join_are_counted_once(name: str, outer: str) -> None:
+    """Without response ids in one of the two, and neither in the other's context."""
+    spans = dumps.load(name)
+    calls = {span.span_id for span in spans if span.scope == outer and isinstance(read_role(span), Call)}
+    for span in spans:
+        if span.span_id in calls:
+            for key in [key for key in span.attributes if key.startswith(("output.", "llm.output_messages."))]:
+                del span.attributes[key]
+        elif span.parent_span_id in calls:
+            span.parent_span_id = None
+            span.trace_id = span.rollout_id = f"{int(span.span_id, 16):032x}"
+    rows = [row for made in dumps.assembled(spans) for row in made.transitions]
+    assert len(rows) == dumps.MANIFEST[name]["http_llm_calls"]
+    assert all(row["agent"] for row in rows)

@@ -67,7 +67,7 @@ def _call(span: Span) -> Call:
 
 def _read_request(call: Call, attributes: dict[str, Any], parameters: dict[str, Any]) -> None:
     value = _value(call, attributes, "input")
-    messages = [_message(call, item) for item in unflatten(attributes, "llm.input_messages.")]
+    messages = _messages(call, attributes, "llm.input_messages.")
     tools = [
         structured(_tree(item, "tool").get("json_schema")) for item in unflatten(attributes, "llm.tools.")
     ]
@@ -112,7 +112,7 @@ def _read_response(call: Call, attributes: dict[str, Any]) -> None:
         value = value[0]
     reason = finish_reason(attributes.get("llm.finish_reason"))
     usage = usage_of(attributes.get("llm.token_count.prompt"), attributes.get("llm.token_count.completion"))
-    messages = [_message(call, item) for item in unflatten(attributes, "llm.output_messages.")]
+    messages = _messages(call, attributes, "llm.output_messages.")
     choices: list[dict[str, Any]] = []
     if isinstance(value, dict) and isinstance(value.get("choices"), list):
         body = normal_body(value)
@@ -153,6 +153,27 @@ def _read_response(call: Call, attributes: dict[str, Any]) -> None:
         call.response = dump(response_body(call.response_id, call.model, choices, usage))
 
 
+def _messages(call: Call, attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for item in unflatten(attributes, prefix):
+        results = item.get("function", _tree(item, "message").get("function"))
+        if isinstance(results, list) and results:  # AutoGen's message of several tools' results
+            found.extend(_result(structured(result)) for result in results)
+        else:
+            found.append(_message(call, item))
+    return found
+
+
+def _result(result: Any) -> dict[str, Any]:
+    if not isinstance(result, dict):
+        return {"role": "tool", "content": text_of(result)}
+    return {
+        "role": "tool",
+        "tool_call_id": result.get("call_id"),
+        "content": text_of(result.get("content")),
+    }
+
+
 def _message(call: Call, item: dict[str, Any]) -> dict[str, Any]:
     """A message that was spelt out in attributes."""
     tree = {**item, **_tree(item, "message")}
@@ -176,10 +197,6 @@ def _message(call: Call, item: dict[str, Any]) -> dict[str, Any]:
         made["tool_call_id"] = tree["tool_call_id"]
     if string(tree.get("name")):
         made["name"] = tree["name"]
-    results = tree.get("function")
-    result = structured(results[0]) if isinstance(results, list) and results else None
-    if isinstance(result, dict):  # AutoGen's result of a tool
-        made.update(role="tool", tool_call_id=result.get("call_id"), content=text_of(result.get("content")))
     return made
 
 

@@ -68,7 +68,12 @@ def _chain(name: str, attributes: Mapping[str, Any]) -> Role | None:
 
 def _is_call(span: Span) -> bool:
     attributes = span.attributes
-    if attributes.get("llm.request.type") in _LLM_REQUESTS or any(
+    request = attributes.get("llm.request.type")
+    if request not in (None, "unknown", *_LLM_REQUESTS):
+        return False  # an embedding, a ranking: with a prompt of its own
+    if request is None and isinstance(attributes.get("traceloop.span.kind"), str):
+        return False  # an agent's span may repeat what its calls said
+    if request in _LLM_REQUESTS or any(
         f"gen_ai.{side}.0.{field}" in attributes
         for side in ("prompt", "completion")
         for field in ("role", "content", "user", "finish_reason")
@@ -120,7 +125,7 @@ def _flattened(span: Span) -> Call:
         messages = [_message(item) for item in prompts]
         call.request = dump(request_body(model, messages, tools, call.sampling, stream=stream))
     answers = unflatten(attributes, "gen_ai.completion.")
-    choices = []
+    choices: list[dict[str, Any]] = []
     for index, item in enumerate(answers):
         if completion:
             reason = finish_reason(item.get("finish_reason"))
@@ -132,7 +137,7 @@ def _flattened(span: Span) -> Call:
             attributes.get(names.USAGE_INPUT, attributes.get("gen_ai.usage.prompt_tokens")),
             attributes.get(names.USAGE_OUTPUT, attributes.get("gen_ai.usage.completion_tokens")),
         )
-        call.finish_reason = call.finish_reason or choices[0]["finish_reason"]
+        call.finish_reason = call.finish_reason or string(choices[0]["finish_reason"])
         call.response = dump(response_body(call.response_id, call.model, choices, usage))
     return call
 

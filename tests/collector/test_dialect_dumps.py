@@ -243,7 +243,9 @@ def test_stacks_that_only_time_and_content_join_are_counted_once(name: str, oute
     calls = {span.span_id for span in spans if span.scope == outer and isinstance(read_role(span), Call)}
     for span in spans:
         if span.span_id in calls:
-            for key in [key for key in span.attributes if key.startswith(("output.", "llm.output_messages."))]:
+            for key in [
+                key for key in span.attributes if key.startswith(("output.", "llm.output_messages."))
+            ]:
                 del span.attributes[key]
         elif span.parent_span_id in calls:
             span.parent_span_id = None

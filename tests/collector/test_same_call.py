@@ -22,7 +22,9 @@ def sketch(
     question: bytes | None = b"q",
 ) -> Sketch:
     """Times in milliseconds."""
-    return Sketch((trace or name, name), scope, None, start * MS, end * MS, None, response, model, question)
+    return Sketch(
+        (trace or name, name), scope, None, start * MS, end * MS, None, response, model, lambda: question
+    )
 
 
 def sizes(*sketches: Sketch) -> list[int]:

@@ -66,7 +66,7 @@ def read_role(span: Span, records: Iterable[Span] = ()) -> Role | None:
     if span.signal != "span":
         return None
     told = events.laid_on(span, records)
-    for _, dialect in DIALECTS:
+    for _, dialect in DIALECTS[-1:] if span.scope == GATEWAY_SCOPE else DIALECTS:  # it speaks the conventions
         role = dialect(told)
         if role is None:
             continue

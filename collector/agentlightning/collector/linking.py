@@ -6,6 +6,7 @@ call begins a trace of its own. A rollout's spans are together anyway, whatever 
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from agentlightning.collector.forest import Forest, tellers
 from agentlightning.collector.same_call import Sketch, same_calls, sketch_of
@@ -27,7 +28,12 @@ class TraceLinks:
         for call in tellers(forest)[0].values():
             sketch = sketch_of(call)
             self._sketches.append(
-                replace(sketch, scope=self._once(sketch.scope) or "", model=self._once(sketch.model))
+                replace(
+                    sketch,
+                    scope=self._once(sketch.scope) or "",
+                    model=self._once(sketch.model),
+                    question=partial(_itself, sketch.question()),  # without the call
+                )
             )
 
     def heads(self) -> dict[str, str]:
@@ -54,3 +60,7 @@ class TraceLinks:
 
     def _once(self, word: str | None) -> str | None:
         return self._words.setdefault(word, word)
+
+
+def _itself(digest: bytes | None) -> bytes | None:
+    return digest

@@ -9,9 +9,10 @@ The invariant: a group never holds two spans of one scope, so concurrent calls w
 many as they were; and the outcome does not depend on the order of the spans.
 """
 
+import functools
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -37,8 +38,8 @@ class Sketch:
     call_id: str | None
     response_id: str | None
     model: str | None
-    question: bytes | None
-    """Digest of the last input message; None if no content was captured."""
+    question: Callable[[], bytes | None]
+    """Gives a digest of the last input message; None if no content was captured. Asked for only if it decides."""
     gateway: bool = False
 
 
@@ -54,7 +55,7 @@ def sketch_of(call: Call) -> Sketch:
         call.call_id,
         call.response_id,
         call.model,
-        _question(call.request),
+        functools.cache(lambda: _question(call.request)),
         call.source == GATEWAY,
     )
 
@@ -159,7 +160,7 @@ def _fit(one: list[Sketch], other: list[Sketch]) -> tuple[bool, bool, int] | Non
     gateway = any(sketch.gateway for sketch in (*one, *other))
     if not gateway and not _same_model(_first(s.model for s in one), _first(s.model for s in other)):
         return None
-    asked, answered = _first(s.question for s in one), _first(s.question for s in other)
+    asked, answered = _first(s.question() for s in one), _first(s.question() for s in other)
     same_trace = a.key[0] == b.key[0]
     if asked is not None and answered is not None:
         if asked != answered:

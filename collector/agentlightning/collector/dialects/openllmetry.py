@@ -26,6 +26,11 @@ __all__ = ["read"]
 
 _ASSOCIATION: Final = "traceloop.association.properties."
 _LLM_REQUESTS: Final = {"chat", "completion", "text_completion"}
+_FLATTENED: Final = frozenset(
+    f"gen_ai.{side}.0.{name}"
+    for side in ("prompt", "completion")
+    for name in ("role", "content", "user", "finish_reason")
+)
 _LANGCHAIN: Final = "opentelemetry.instrumentation.langchain"
 _AGENTS: Final = "opentelemetry.instrumentation.openai_agents"
 
@@ -73,11 +78,7 @@ def _is_call(span: Span) -> bool:
         return False  # an embedding, a ranking: with a prompt of its own
     if request is None and isinstance(attributes.get("traceloop.span.kind"), str):
         return False  # an agent's span may repeat what its calls said
-    if request in _LLM_REQUESTS or any(
-        f"gen_ai.{side}.0.{field}" in attributes
-        for side in ("prompt", "completion")
-        for field in ("role", "content", "user", "finish_reason")
-    ):
+    if request in _LLM_REQUESTS or not _FLATTENED.isdisjoint(attributes):
         return True
     ours = span.scope.startswith("opentelemetry.instrumentation.") and not span.scope.startswith(
         "opentelemetry.instrumentation.genai."

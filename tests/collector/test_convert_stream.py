@@ -2,6 +2,7 @@
 
 import io
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import dumps
 import pytest
+import spans
+from google.protobuf.internal.encoder import _VarintBytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +112,36 @@ def test_a_large_file_gives_the_rows_of_a_small_one(
     assert small.equals(large)
 
 
+@pytest.mark.parametrize("form", ["message", "fixed", "varint"])
+def test_large_protobuf_files_give_the_rows_of_small_ones(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = [spans.gateway_call("r", n) for n in range(20)]
+    whole = spans.body(*calls)
+    (tmp_path / "small.pb").write_bytes(whole)
+    convert([tmp_path / "small.pb"], tmp_path / "small")
+    monkeypatch.setattr(inputs, "WHOLE_BYTES", 500)
+    parts = [spans.body(call) for call in calls]
+    content = {
+        "message": whole,
+        "fixed": b"".join(struct.pack(">I", len(part)) + part for part in parts),
+        "varint": b"".join(_VarintBytes(len(part)) + part for part in parts),
+    }[form]
+    (tmp_path / "large.pb").write_bytes(content)
+    report = convert([tmp_path / "large.pb"], tmp_path / "large")
+    assert not report.refused
+    order = [("rollout_id", "ascending"), ("seq", "ascending")]
+    small, large = (
+        open_dataset(tmp_path / out).table("transitions").sort_by(order) for out in ("small", "large")
+    )
+    assert small.equals(large)
+    (tmp_path / "cut.pb").write_bytes(content[:-3])
+    report = convert([tmp_path / "cut.pb", tmp_path / "small.pb"], tmp_path / "cut")
+    assert "cut off" in report.refused[0]
+    assert report.transitions == 20
+    assert report.counters["duplicate"] == (0 if form == "message" else 19)  # what comes before is read
+
+
 def test_a_large_file_that_ends_too_early_is_refused_from_there_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,10 +157,10 @@ def test_a_large_file_that_ends_too_early_is_refused_from_there_on(
 
 
 def test_spans_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
-    spans = dumps.load("openai-raw__oi_openai") + dumps.load("openai-raw__genai_openai_ev.logs")
+    whole = dumps.load("openai-raw__oi_openai") + dumps.load("openai-raw__genai_openai_ev.logs")
     names = [name for name in Span.__dataclass_fields__ if name not in ("resource", "events", "links")]
     with Spool(tmp_path) as spool:
-        for span in spans:
+        for span in whole:
             spool.add(span)
         found = [span for key in spool for span in spool.load([key])]
         assert not list(tmp_path.iterdir())  # a file without a name
@@ -136,7 +169,7 @@ def test_spans_come_back_from_disk_as_they_were(tmp_path: Path) -> None:
         events = [(event.name, event.time_ns, event.attributes) for event in span.events]
         return [span.resource.attributes, events, *(getattr(span, name) for name in names)]
 
-    assert sorted(map(repr, map(plain, found))) == sorted(map(repr, map(plain, spans)))
+    assert sorted(map(repr, map(plain, found))) == sorted(map(repr, map(plain, whole)))
 
 
 def test_log_records_that_name_no_rollout_go_with_the_spans_of_their_trace(tmp_path: Path) -> None:

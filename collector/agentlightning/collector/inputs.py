@@ -40,8 +40,11 @@ PARQUET: Final = b"PAR1"
 MAX_BYTES: Final = 4 << 30
 """Of one file after decompression, where it must be read whole."""
 WHOLE_BYTES: Final = 8 << 20
-"""A JSON file up to this size is read at once; beyond it piece by piece."""
+"""A file up to this size is read at once; beyond it piece by piece."""
 BATCH_ROWS: Final = 4096
+_RESOURCE: Final = 0x0A
+"""Tag of field 1 of a message: the spans, or the log records, of a resource."""
+_LONGEST_LENGTH: Final = 6
 _MARK: Final = b"\xef\xbb\xbf"
 _SPAN_COLUMNS: Final = {"trace_id", "span_id", "attributes", "resource", "signal"}
 
@@ -97,6 +100,11 @@ def read_file(
                 yield from _read_parquet(path, counters, refuse)
             elif head.lstrip(_MARK + b" \t\r\n")[:1] in (b"{", b"["):
                 yield from _read_json(path, file, counters, refuse)
+            elif (
+                len(file.peek(WHOLE_BYTES + 1)) > WHOLE_BYTES
+                and (length := _framing(file.peek())) is not None
+            ):
+                yield from _read_frames(path, file, length, counters, refuse)
             else:
                 data = file.rest()
                 if data.strip():
@@ -143,6 +151,17 @@ class _Counted:
             data, self._head = self._head[:size], self._head[size:]
             return data
         return self._file.read(size)
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes; fewer at the end."""
+        parts = []
+        while size:
+            part = self.read(size)
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
 
     def rest(self) -> bytes:
         """All that is left."""
@@ -257,7 +276,7 @@ def _read_document(where: str, document: Any, counters: Counter[str], refuse: Re
 
 
 def _read_protobuf(path: Path, data: bytes, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
-    messages = [data] if data[0] == 0x0A else _split(data)  # 0x0A: field 1 of the message itself
+    messages = [data] if data[0] == _RESOURCE else _split(data)
     if messages is None:
         refuse(
             f"{path} is neither OTLP JSON, OTLP protobuf (one message, or messages with their lengths) nor Parquet."
@@ -269,6 +288,50 @@ def _read_protobuf(path: Path, data: bytes, counters: Counter[str], refuse: Refu
             yield from _decode_message(message, counters)
         except ValueError as error:
             refuse(f"{where} is left out: {error}.")
+
+
+def _framing(head: bytes) -> Callable[[bytes, int], tuple[int, int]] | None:
+    """How the pieces of a large protobuf file are told apart; None if it is no protobuf that we know.
+
+    A message itself is pieces too: each of its resources is a field with a length.
+    """
+    if head[0] == _RESOURCE:
+        return _field_length
+    for length in (_fixed_length, _varint_length):
+        size, begin = length(head, 0)
+        if size > 0 and head[begin : begin + 1] == bytes([_RESOURCE]):
+            return length
+    return None
+
+
+def _read_frames(
+    path: Path,
+    file: _Counted,
+    length: Callable[[bytes, int], tuple[int, int]],
+    counters: Counter[str],
+    refuse: Refuse,
+) -> Iterator[Span]:
+    number = 0
+    while head := file.peek(_LONGEST_LENGTH):
+        number += 1
+        size, begin = length(head, 0)
+        if size < 0 or size > MAX_BYTES:
+            refuse(f"{path}, message {number} has no length: the rest of the file is left out.")
+            return
+        frame = file.take(begin + size)
+        if len(frame) < begin + size:
+            refuse(f"{path}, message {number} is cut off. It is left out.")
+            return
+        try:
+            yield from _decode_message(frame if length is _field_length else frame[begin:], counters)
+        except ValueError as error:
+            refuse(f"{path}, message {number} is left out: {error}.")
+
+
+def _field_length(data: bytes, position: int) -> tuple[int, int]:
+    if data[position] != _RESOURCE:
+        return -1, position
+    return _varint_length(data, position + 1)
 
 
 def _decode_message(message: bytes, counters: Counter[str]) -> list[Span]:

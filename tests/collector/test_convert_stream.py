@@ -182,6 +182,7 @@ def test_log_records_that_name_no_rollout_go_with_the_spans_of_their_trace(tmp_p
     (tmp_path / "spans.json").write_text(json.dumps(stamped))
     report = convert([tmp_path / "spans.json", dumps.path(f"{name}.logs")], tmp_path / "out")
     assert (report.rollouts, report.transitions) == (1, 14)
+    assert "without_rollout" not in report.counters
     responses = open_dataset(tmp_path / "out").table("transitions").column("response").to_pylist()
     assert sum(response is not None for response in responses) >= 10
 

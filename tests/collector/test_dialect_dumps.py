@@ -32,7 +32,7 @@ def test_every_model_call_of_a_dump_is_one_transition_whatever_was_stacked(name:
     report = convert([dumps.path(name)], tmp_path / "out")
     assert report.transitions == dumps.MANIFEST[name]["http_llm_calls"] - NOT_RECORDED.get(name, 0)
     assert report.spans == dumps.MANIFEST[name]["spans"]
-    assert not +report.counters
+    assert +report.counters == {"without_rollout": report.spans}
     assert not report.refused
     again = convert([tmp_path / "out"], tmp_path / "again")
     assert (again.transitions, again.rollouts) == (report.transitions, report.rollouts)

@@ -17,6 +17,7 @@ from agentlightning.collector.assemble import assemble
 from agentlightning.collector.calls import Agent, Call, Tool, read_role
 from agentlightning.collector.convert_cli import convert
 from agentlightning.collector.span import Event, Resource, Span
+from agentlightning.collector.tables import tables
 from agentlightning.proto.dataset import open_dataset
 
 # One dump per dialect, and stacks of them.
@@ -129,6 +130,38 @@ def test_no_value_of_any_attribute_breaks_a_dialect(attributes: dict[str, Any], 
     made = assemble("r", 0, [a_span("x", filled, scope="opentelemetry.instrumentation.langchain")])
     assert len(made.spans) == 1
     assert len(made.transitions) <= 1
+
+
+STRANGE = (
+    *(None, "", "{", "[]", "{}", [], {}, 3, True, [None]),
+    '[{"role": 1, "content": [1, {"type": []}], "tool_calls": [1, {"function": 3}, {"id": []}]}]',
+    '[{"role": "tool", "parts": [{"type": "text", "content": [1]}, {"type": "tool_call_response", "id": [3]}]}]',
+    '{"messages": [[{"id": [1], "kwargs": {"tool_calls": [{"args": [1]}]}}]], "choices": [{"message": {"tool_calls": [{}]}}]}',
+    '{"output": [1, {"type": "message", "content": "x"}, {"type": "reasoning", "summary": [1]}]}',
+    '{"generations": [[{"message": {"kwargs": []}}]], "llm_output": 4}',
+    '{"choices": [1, null, {"message": null, "token_ids": "x", "logprobs": {"content": [{}]}}]}',
+    '{"choices": [], "output": [], "incomplete_details": 3, "status": "incomplete"}',
+    '{"input": 3, "instructions": 4, "prompt": null, "finish_reason": 3, "content": [{"id": 3}]}',
+)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", sorted(dumps.MANIFEST))
+def test_whatever_attributes_hold_or_lack_nothing_breaks_and_every_span_is_kept(name: str, seed: int) -> None:
+    chance = random.Random(seed)
+    spans = dumps.load(name)
+    for span in spans:
+        for key in list(span.attributes):
+            roll = chance.random()
+            if roll < 0.15:
+                del span.attributes[key]
+            elif roll < 0.45:
+                span.attributes[key] = copy.deepcopy(chance.choice(STRANGE))
+        if span.parent_span_id and chance.random() < 0.1:
+            span.parent_span_id = chance.choice(spans).span_id  # cycles among them
+    made = dumps.assembled(spans)
+    assert sum(len(attempt.spans) for attempt in made) == len(spans)
+    tables(made)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

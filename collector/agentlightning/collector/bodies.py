@@ -73,7 +73,7 @@ _FINISH: Final = {
     "unknown": None,
     "none": None,
 }
-_TEXT_PARTS: Final = {"text", "input_text", "output_text"}
+_TEXT_PARTS: Final = ("text", "input_text", "output_text")
 
 
 def finish_reason(reason: Any) -> str | None:
@@ -299,8 +299,8 @@ def _match_results(messages: list[dict[str, Any]]) -> None:
             if follower["role"] != "tool":
                 break
             results.append(follower.get("tool_call_id"))
-        known = {call["id"] for call in calls}
-        if len(results) == len(calls) and all(results) and not known & set(results):
+        known = [call["id"] for call in calls]
+        if len(results) == len(calls) and all(results) and not any(result in known for result in results):
             for call, result in zip(calls, results, strict=True):
                 call["id"] = result
 

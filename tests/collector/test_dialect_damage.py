@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentlightning.collector import calls
 from agentlightning.collector.assemble import assemble
 from agentlightning.collector.calls import Agent, Call, Tool, read_role
 from agentlightning.collector.convert_cli import convert
@@ -143,6 +144,19 @@ STRANGE = (
     '{"choices": [], "output": [], "incomplete_details": 3, "status": "incomplete"}',
     '{"input": 3, "instructions": 4, "prompt": null, "finish_reason": 3, "content": [{"id": 3}]}',
 )
+
+
+def test_a_dialect_that_fails_costs_its_content_not_the_call_and_not_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def failing(span: Span) -> None:
+        raise TypeError("of a shape that nobody has foreseen")
+
+    spans = dumps.load("openai-raw__oi_openai")
+    monkeypatch.setattr(calls, "DIALECTS", (("failing", failing), *calls.DIALECTS))
+    made = dumps.assembled(spans)
+    assert sum(len(attempt.transitions) for attempt in made) == 21
+    assert sum(attempt.counters["unparsed.failing_content"] for attempt in made) == 21
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,9 +1,10 @@
 """What a span is – by the dialects –, what it judges, and what the gateway's ledger counts."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from agentlightning.collector.dialects import DIALECTS, events, ours
 from agentlightning.collector.roles import (
@@ -16,6 +17,7 @@ from agentlightning.collector.roles import (
     Role,
     Tool,
     error_of,
+    new_call,
     operation,
     source_of,
     string,
@@ -38,6 +40,11 @@ __all__ = [
     "ledger_key",
     "read_role",
 ]
+
+
+log = logging.getLogger(__name__)
+
+_SHAPES: Final = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 @dataclass(slots=True)
@@ -65,9 +72,17 @@ def read_role(span: Span, records: Iterable[Span] = ()) -> Role | None:
     """
     if span.signal != "span":
         return None
-    told = events.laid_on(span, records)
-    for _, dialect in DIALECTS[-1:] if span.scope == GATEWAY_SCOPE else DIALECTS:  # it speaks the conventions
-        role = dialect(told)
+    told = span
+    for name, dialect in (
+        DIALECTS[-1:] if span.scope == GATEWAY_SCOPE else DIALECTS
+    ):  # it speaks the conventions
+        try:
+            told = events.laid_on(span, records)
+            role = dialect(told)
+        except _SHAPES as error:
+            # Content of a shape that nobody has foreseen costs itself, never the process.
+            log.warning("A span's content is left out: dialect %s failed with %r.", name, error)
+            role = _without_content(span, name)
         if role is None:
             continue
         if isinstance(role, Other):
@@ -77,6 +92,15 @@ def read_role(span: Span, records: Iterable[Span] = ()) -> Role | None:
             ours.complete(role, told)
         return role
     return None
+
+
+def _without_content(span: Span, dialect: str) -> Call | None:
+    kind = str(span.attributes.get("openinference.span.kind", span.attributes.get("langsmith.span.kind")))
+    if operation(span) not in names.LLM_OPERATIONS and kind.upper() != "LLM":
+        return None
+    call = new_call(span)
+    call.unparsed.append(f"{dialect}_content")
+    return call
 
 
 def evaluations(span: Span) -> Iterator[Evaluation]:

@@ -128,8 +128,8 @@ def test_token_ids_as_arrays_give_the_same_rows_as_packed_ones(tmp_path: Path) -
 def test_transitions_derived_again_from_the_spans_table_are_equal(
     given: str, recorded: Path, tmp_path: Path
 ) -> None:
-    shutil.copy(DUMPS / "openai-agents__genai_agents+genai_openai.json", tmp_path / "dump.json")
-    convert([recorded, tmp_path / "dump.json"], tmp_path / "one")
+    shutil.copy(DUMPS / "openai-agents__genai_agents+genai_openai.json.gz", tmp_path / "dump.json.gz")
+    convert([recorded, tmp_path / "dump.json.gz"], tmp_path / "one")
     inputs = {
         "data set": [tmp_path / "one"],
         "folder": [tmp_path / "one" / "spans"],
@@ -170,7 +170,7 @@ def test_converting_again_changes_nothing_and_another_data_set_is_not_overwritte
     names = [sorted(path.name for path in (place / "spans").iterdir()) for place in (out, tmp_path / "out2")]
     assert names[0] == names[1]  # of the content alone
     with pytest.raises(ConfigError, match="holds another data set"):
-        convert([DUMPS / "langgraph__genai_openai.json"], out)
+        convert([DUMPS / "langgraph__genai_openai.json.gz"], out)
 
 
 def test_pyarrow_duckdb_and_polars_open_the_files_and_agree(recorded: Path, tmp_path: Path) -> None:

@@ -87,6 +87,8 @@ def assemble(
     counters["orphan"] += forest.orphans
     counters["duplicate"] = duplicate + copies
     counters["late"] = late
+    if any(span.trace_id == rollout_id for span in unique):  # the attempt is a trace, or several
+        counters["without_rollout"] = len(unique)
     counters["dropped_attributes"] = sum(span.dropped_attributes for span in unique)
 
     identity = _identity(rollout_id, attempt, unique)

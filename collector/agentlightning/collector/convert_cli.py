@@ -4,15 +4,17 @@ import argparse
 import hashlib
 import json
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from agentlightning.collector.assemble import assemble
 from agentlightning.collector.inputs import find_files, fingerprint, read_file
-from agentlightning.collector.span import Span
+from agentlightning.collector.linking import TraceLinks
+from agentlightning.collector.progress import Progress
+from agentlightning.collector.spool import Key, Spool
 from agentlightning.collector.tables import tables
 from agentlightning.proto.dataset import MANIFESTS, AttemptEntry, FileEntry, commit_manifest, write_files
 from agentlightning.proto.errors import ConfigError, DataError
@@ -20,8 +22,8 @@ from agentlightning.proto.process import run_main
 
 __all__ = ["Report", "convert", "main"]
 
-ROWS_PER_FILE: Final = 50_000
-"""Spans per set of files: bounds memory, and the files stay of a size that readers like."""
+BYTES_PER_FILE: Final = 16 << 20
+"""Of spans per set of files: bounds memory, and the files stay of a size that readers like."""
 WRITER: Final = "convert"
 SHOWN: Final = 10
 """Sentences about refused input on the terminal."""
@@ -63,50 +65,85 @@ def main(argv: list[str] | None = None) -> int:
     return run_main(lambda: _main(argv))
 
 
-def convert(inputs: Sequence[Path], out: Path) -> Report:
+def convert(inputs: Sequence[Path], out: Path, *, progress: Progress | None = None) -> Report:
     """Convert files and folders into a new data set at `out`.
+
+    The spans go over a file on disk: memory holds an attempt, and a few words per span and call.
 
     Raises:
         ConfigError: `out` holds something else.
         DataError: nothing could be read.
     """
     report = Report()
-    by_attempt: dict[tuple[str, int], list[Span]] = defaultdict(list)
-    fingerprints: list[str] = []
-    for path in _files(inputs, report):
-        report.files += 1
-        fingerprints.append(fingerprint(path))
-        for span in read_file(path, report.counters, report.refused.append):
-            if not span.rollout_id:  # a log record outside of every rollout and trace
-                report.counters["unattributed"] += 1
-                continue
-            report.spans += 1
-            by_attempt[span.key].append(span)
-    if not by_attempt:
-        raise DataError(
-            "Nothing could be read. "
-            + (" ".join(report.refused) or "The input holds no spans and no log records.")
-        )
-    # Of the content alone, so that converting again writes the same files.
-    name = f"convert-{hashlib.sha256(''.join(sorted(fingerprints)).encode()).hexdigest()[:16]}"
-    again = _check_out(out, name)
-    files: list[FileEntry] = []
-    entries: list[AttemptEntry] = []
-    for part, batch in enumerate(_batches(by_attempt)):
-        attempts = [
-            assemble(rollout_id, attempt, by_attempt[rollout_id, attempt]) for rollout_id, attempt in batch
-        ]
-        for made in attempts:
-            report.counters.update(made.counters)
-            report.transitions += len(made.transitions)
-            report.calls += made.calls_stored
-            entries.append(AttemptEntry(made.rollout_id, made.attempt, made.run_id, made.calls_stored))
-        files.extend(write_files(out, f"{name}-{part:04d}", tables(attempts)))
+    with Spool() as spool, progress or Progress(shown=False) as bar:
+        name = _spool(inputs, report, spool, bar)
+        if not len(spool):
+            raise DataError(
+                "Nothing could be read. "
+                + (" ".join(report.refused) or "The input holds no spans and no log records.")
+            )
+        again = _check_out(out, name)
+        _link(spool, bar)
+        files: list[FileEntry] = []
+        entries: list[AttemptEntry] = []
+        written = 0
+        for part, batch in enumerate(_batches(spool)):
+            attempts = []
+            for key in batch:
+                made = assemble(*key, spool.load([key]))
+                attempts.append(made)
+                report.counters.update(made.counters)
+                report.transitions += len(made.transitions)
+                report.calls += made.calls_stored
+                entries.append(AttemptEntry(made.rollout_id, made.attempt, made.run_id, made.calls_stored))
+            files.extend(write_files(out, f"{name}-{part:04d}", tables(attempts)))
+            written += len(batch)
+            bar.update("writing", written, len(spool))
     report.rollouts = len(entries)
     if not again:
         counters = {name: count for name, count in sorted(report.counters.items()) if count}
         commit_manifest(out, WRITER, files, attempts=entries, journal={"counters": counters})
     return report
+
+
+def _spool(inputs: Sequence[Path], report: Report, spool: Spool, bar: Progress) -> str:
+    """Read everything, once; the name of the files to write, of the content alone."""
+    fingerprints: list[str] = []
+    paths = _files(inputs, report)
+    whole = sum(path.stat().st_size for path in paths if path.is_file())
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done += size
+        bar.update("reading", done, whole)
+
+    for path in paths:
+        report.files += 1
+        fingerprints.append(fingerprint(path))
+        for span in read_file(path, report.counters, report.refused.append, advance):
+            if not span.rollout_id:  # a log record outside of every rollout and trace
+                report.counters["unattributed"] += 1
+                continue
+            report.spans += 1
+            spool.add(span)
+    # So that converting again writes the same files.
+    return f"convert-{hashlib.sha256(''.join(sorted(fingerprints)).encode()).hexdigest()[:16]}"
+
+
+def _link(spool: Spool, bar: Progress) -> None:
+    """Traces without a rollout that tell of the same calls become one attempt."""
+    links = TraceLinks()
+    keys = list(spool)
+    for index, key in enumerate(keys):
+        home = spool.home(key)
+        if home is not None and home != key:
+            spool.merge(key, home)
+        elif spool.is_trace(key):
+            links.add(key[0], spool.load([key]))
+        bar.update("linking", index + 1, len(keys))
+    for trace, head in links.heads().items():
+        spool.merge((trace, 0), (head, 0))
 
 
 def _main(argv: list[str] | None) -> int:
@@ -120,7 +157,7 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the data set is made")
     parser.add_argument("--json", action="store_true", help="print the counts as JSON")
     arguments = parser.parse_args(argv)
-    report = convert(arguments.inputs, arguments.out)
+    report = convert(arguments.inputs, arguments.out, progress=Progress())
     for sentence in report.refused[:SHOWN]:
         print(f"agl convert: {sentence}", file=sys.stderr)
     if len(report.refused) > SHOWN:
@@ -154,13 +191,13 @@ def _check_out(out: Path, name: str) -> bool:
     return True
 
 
-def _batches(by_attempt: Mapping[tuple[str, int], list[Span]]) -> Iterable[list[tuple[str, int]]]:
-    batch: list[tuple[str, int]] = []
+def _batches(spool: Spool) -> Iterable[list[Key]]:
+    batch: list[Key] = []
     size = 0
-    for key in sorted(by_attempt):
+    for key in spool:
         batch.append(key)
-        size += len(by_attempt[key])
-        if size >= ROWS_PER_FILE:
+        size += spool.size(key)
+        if size >= BYTES_PER_FILE:
             yield batch
             batch, size = [], 0
     if batch:

@@ -1,29 +1,44 @@
 """The spans of one attempt by identity: what each is, what is around it, and which are one call.
 
-Several spans may tell of one model call: the gateway's, an SDK's, a framework's around it. They join by
-call id, else by nesting (with no agent or tool between), else by response id. The gateway's span is the
-truth for tokens; the others say who called, and are what rewards are attached to.
+Several spans may tell of one model call: the gateway's, an SDK's, a framework's around it. `same_call`
+says which. The gateway's span is the truth for tokens, else the innermost; the others say who called,
+fill what it lacks, and are what rewards are attached to.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import orjson
 
 from agentlightning.collector import tokens
 from agentlightning.collector.calls import GATEWAY, Agent, Call, Role, Tool, evaluations, read_role
+from agentlightning.collector.dialects import events
 from agentlightning.collector.otlp_json import attributes_to_json
+from agentlightning.collector.same_call import same_calls, sketch_of
 from agentlightning.collector.span import Span
 from agentlightning.proto.ids import rollout_span_id
 
-__all__ = ["Forest", "Joined", "SpanKey", "agent_path", "distinct", "join", "key_of"]
+__all__ = ["Forest", "Joined", "SpanKey", "agent_path", "distinct", "join", "key_of", "tellers"]
 
 SpanKey = tuple[str, str]  # trace id, span id
 
 _REMOTE: Final = 0x300
 """OTLP's flags that say: whether the parent is remote is known, and it is."""
+
+
+_FILLED: Final = (
+    "call_id",
+    "response_id",
+    "policy",
+    "model",
+    "request",
+    "response",
+    "sampling",
+    "prompt_ids",
+    "finish_reason",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -43,10 +58,19 @@ class Forest:
     def __init__(self, rollout_id: str, attempt: int, spans: list[Span]) -> None:
         self.spans = {key_of(span): span for span in spans if span.signal == "span"}
         self.roles: dict[SpanKey, Role] = {}
+        records: dict[SpanKey, list[Span]] = defaultdict(list)
+        for span in spans:
+            if span.signal == "log" and events.is_content(span):
+                records[key_of(span)].append(span)
         for key, span in self.spans.items():
-            role = read_role(span)
+            role = read_role(span, records.pop(key, ()))
             if role is not None:
                 self.roles[key] = role
+        for key, told in records.items():  # only the logs were exported
+            stand_in = events.stand_in(told) if all(key) else None
+            role = read_role(stand_in) if stand_in is not None else None
+            if stand_in is not None and role is not None:
+                self.spans[key], self.roles[key] = stand_in, role
         self.evaluations = [evaluation for span in spans for evaluation in evaluations(span)]
         root = rollout_span_id(rollout_id, attempt)  # known, even before its span has come
         self.orphans = sum(
@@ -129,31 +153,26 @@ def _canonical(span: Span) -> str:
 def join(forest: Forest) -> list[Joined]:
     """The calls of the attempt: each span that tells of one is a member of at least one."""
     calls = {key: role for key, role in forest.roles.items() if isinstance(role, Call)}
-    outer = {key: forest.outer_call(key) for key in calls}
-    has_inner = set(outer.values())
-
+    telling, outer = tellers(forest)
     joined: list[Joined] = []
-    by_call_id: dict[str, list[Joined]] = defaultdict(list)
     by_response_id: dict[str, list[Joined]] = defaultdict(list)
-    for group in _groups([call for call in calls.values() if call.source == GATEWAY], by_response=False):
-        made = Joined(group[0], [call.span for call in group])
-        joined.append(made)
-        for call in group:
-            if call.call_id:
-                by_call_id[call.call_id].append(made)
-            if call.response_id:
-                by_response_id[call.response_id].append(made)
-
-    leaves = [call for key, call in calls.items() if call.source != GATEWAY and key not in has_inner]
-    for group in _groups(leaves, by_response=True):
-        same = [made for call in group for made in by_call_id.get(call.call_id or "", ())]
-        same = same or [made for call in group for made in by_response_id.get(call.response_id or "", ())]
-        members = [call.span for call in group]
-        if same:
-            for made in same:
-                made.members.extend(members)
-        else:
-            joined.append(Joined(group[0], members))
+    later: list[list[Call]] = []
+    for group in same_calls([sketch_of(call) for call in telling.values()]):
+        told = sorted((telling[sketch.key] for sketch in group), key=_teller)
+        if told[0].source != GATEWAY and told[0].response_id:
+            later.append(told)
+            continue
+        joined.append(Joined(told[0], [call.span for call in told]))
+        if told[0].source == GATEWAY:
+            for response in {call.response_id for call in told if call.response_id}:
+                by_response_id[response].append(joined[-1])
+    for told in later:
+        # Several choices of one response are several calls of the gateway's, and one of the SDK's.
+        same = [made for call in told for made in by_response_id.get(call.response_id or "", ())]
+        for made in same:
+            made.members.extend(call.span for call in told)
+        if not same:
+            joined.append(Joined(told[0], [call.span for call in told]))
 
     for made in joined:
         for member in list(made.members):
@@ -163,33 +182,38 @@ def join(forest: Forest) -> list[Joined]:
                 around = outer.get(around)
         # A member may be reached in two ways.
         made.members = [span for _, span in sorted({key_of(span): span for span in made.members}.items())]
+        if made.truth.source != GATEWAY:
+            tellings = [calls[key_of(span)] for span in made.members]
+            made.truth = _filled(made.truth, sorted(tellings, key=_teller))
     return joined
 
 
-def _groups(calls: list[Call], *, by_response: bool) -> list[list[Call]]:
-    """Calls that are one, best teller first: equal call ids, and across emitters equal response ids."""
-    groups: dict[tuple[str, ...], list[Call]] = defaultdict(list)
-    tellers: Counter[tuple[str | None, str]] = Counter()
-    if by_response:
-        tellers.update((call.response_id, call.span.scope) for call in calls)
-        # An engine that gives every answer one id must not make all calls one.
-        repeated = {response for (response, _), count in tellers.items() if count > 1}
-    for call in calls:
-        if call.call_id:
-            key: tuple[str, ...] = ("call", call.call_id)
-        elif by_response and call.response_id and call.response_id not in repeated:
-            key = ("response", call.response_id)
-        else:
-            key = key_of(call.span)
-        groups[key].append(call)
-    for group in groups.values():
-        group.sort(key=_teller)
-    return list(groups.values())
+def tellers(forest: Forest) -> tuple[dict[SpanKey, Call], dict[SpanKey, SpanKey | None]]:
+    """The calls as the innermost spans tell them, and for every call's span the one around it of the same."""
+    calls = {key: role for key, role in forest.roles.items() if isinstance(role, Call)}
+    outer = {key: forest.outer_call(key) for key in calls}
+    has_inner = set(outer.values())
+    telling = {key: call for key, call in calls.items() if call.source == GATEWAY or key not in has_inner}
+    return telling, outer
+
+
+def _filled(truth: Call, tellings: list[Call]) -> Call:
+    """The call, with what its own span lacks and another that tells of it has."""
+    found = replace(truth)
+    for other in tellings:
+        for name in _FILLED:
+            if not getattr(found, name) and getattr(other, name):
+                setattr(found, name, getattr(other, name))
+        if found.response_ids is None and other.response_ids is not None:
+            found.prompt_ids = found.prompt_ids or other.prompt_ids
+            found.response_ids, found.logprobs = other.response_ids, other.logprobs
+    return found
 
 
 def _teller(call: Call) -> tuple[Any, ...]:
-    """Sort key: success, then the most tokens, then content, then the innermost (latest begun)."""
+    """Sort key: the gateway, success, the most tokens, content, then the innermost (latest begun)."""
     return (
+        call.source != GATEWAY,
         call.error is not None,
         -tokens.count(call.response_ids),
         call.response is None,

@@ -1,4 +1,4 @@
-"""Messages of the GenAI conventions, rewritten as OpenAI chat bodies.
+"""Messages of the GenAI conventions, rewritten as OpenAI bodies.
 
 `gen_ai.input.messages` and its relatives are lists of messages made of parts; they come as JSON text
 on spans and as structures on events. Both are read. What a part is not known to be stays in the
@@ -8,42 +8,59 @@ content as it is: nothing is dropped.
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
+from agentlightning.collector.bodies import (
+    choice,
+    finish_reason,
+    request_body,
+    response_body,
+    structured,
+    text_of,
+    tool_call,
+    usage_of,
+)
 
-__all__ = ["chat_request", "chat_response", "finish_reason", "structured"]
+__all__ = ["chat_request", "chat_response", "finish_reason", "messages_of", "structured"]
 
 _INPUT = "gen_ai.input.messages"
 _OUTPUT = "gen_ai.output.messages"
 _SYSTEM = "gen_ai.system_instructions"
 _TOOLS = "gen_ai.tool.definitions"
-_FINISH = {"tool_call": "tool_calls"}  # the conventions' word, OpenAI's word
 
 
 def chat_request(
-    attributes: Mapping[str, Any], model: str | None, sampling: Mapping[str, Any]
+    attributes: Mapping[str, Any], model: str | None, sampling: Mapping[str, Any], *, completion: bool = False
 ) -> dict[str, Any] | None:
-    """The request body; None if the span holds no content (it is off by default)."""
+    """The request body; None if the span holds no content (it is off by default).
+
+    Args:
+        completion: it was the completions API, whose prompt the conventions spell as messages.
+    """
     messages = structured(attributes.get(_INPUT))
     system = structured(attributes.get(_SYSTEM))
     if not isinstance(messages, list) and system is None:
         return None
-    body: dict[str, Any] = {"model": model, "messages": []}
+    stream = attributes.get("gen_ai.request.stream") is True or attributes.get("gen_ai.is_streaming") is True
+    if completion and isinstance(messages, list):
+        body = {"model": model, "prompt": _prompt(messages), **sampling}
+        return {**body, "stream": True} if stream else body
+    chat: list[dict[str, Any]] = []
     if system is not None:
-        parts = system if isinstance(system, list) else [system]
-        body["messages"].append({"role": "system", "content": _content([_part(part) for part in parts])})
+        chat.extend(
+            messages_of({"role": "system", "parts": system if isinstance(system, list) else [system]})
+        )
     for message in messages if isinstance(messages, list) else ():
-        body["messages"].extend(_messages(message))
+        chat.extend(messages_of(message))
     tools = structured(attributes.get(_TOOLS))
-    if isinstance(tools, list):
-        body["tools"] = [_tool(tool) for tool in tools]
-    body.update(sampling)
-    if attributes.get("gen_ai.request.stream") is True:
-        body["stream"] = True
-    return body
+    return request_body(model, chat, tools if isinstance(tools, list) else (), sampling, stream=stream)
 
 
 def chat_response(
-    attributes: Mapping[str, Any], response_id: str | None, model: str | None, finish: list[str]
+    attributes: Mapping[str, Any],
+    response_id: str | None,
+    model: str | None,
+    finish: list[str],
+    *,
+    completion: bool = False,
 ) -> dict[str, Any] | None:
     """The response body, all choices; None if the span holds no content."""
     outputs = structured(attributes.get(_OUTPUT))
@@ -54,120 +71,68 @@ def chat_response(
         reason = output.get("finish_reason") if isinstance(output, dict) else None
         if index < len(finish):
             reason = finish[index]
-        made = _messages(output) or [{"role": "assistant", "content": None}]
-        choices.append({"index": index, "message": made[0], "finish_reason": finish_reason(reason)})
-    body: dict[str, Any] = {
-        "id": response_id,
-        "object": "chat.completion",
-        "model": model,
-        "choices": choices,
-    }
-    prompt, completion = (
-        attributes.get("gen_ai.usage.input_tokens"),
-        attributes.get("gen_ai.usage.output_tokens"),
+        made = messages_of(output) or [{"role": "assistant", "content": None}]
+        answer = choice(index, made[0], reason)
+        if completion:
+            answer = {
+                "index": index,
+                "text": answer["message"]["content"] or "",
+                "finish_reason": answer["finish_reason"],
+            }
+        choices.append(answer)
+    usage = usage_of(
+        attributes.get("gen_ai.usage.input_tokens"), attributes.get("gen_ai.usage.output_tokens")
     )
-    if isinstance(prompt, int) and isinstance(completion, int):
-        body["usage"] = {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
-    return body
+    return response_body(response_id, model, choices, usage)
 
 
-def finish_reason(reason: Any) -> str | None:
-    """OpenAI's word for why an answer ended; None if the span does not say."""
-    return _FINISH.get(reason, reason) if isinstance(reason, str) and reason else None
-
-
-def structured(value: Any) -> Any:
-    """An attribute that is JSON text on spans and a structure on events; text that is no JSON stays text."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return value
-
-
-def _messages(message: Any) -> list[dict[str, Any]]:
+def messages_of(message: Any) -> list[dict[str, Any]]:
     """One message of parts is one chat message, but each tool's result is a message of its own."""
     if not isinstance(message, dict):
         return [] if message is None else [{"role": "user", "content": message}]
+    if "parts" not in message and ("content" in message or "tool_calls" in message):
+        return [{key: value for key, value in message.items() if key != "finish_reason"}]  # OpenAI's own form
     parts = message.get("parts")
     if not isinstance(parts, list):
         parts = [] if parts is None else [parts]
-    chat: dict[str, Any] = {"role": message.get("role", "user")}
+    chat: dict[str, Any] = {"role": message.get("role") or "user"}
     if message.get("name"):
         chat["name"] = message["name"]
     content: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for item in parts:
-        part = _part(item)
+        part = item if isinstance(item, dict) else {"type": "text", "content": item}
         kind = part.get("type")
         if kind == "tool_call":
-            calls.append(_tool_call(part))
+            # Emitters parse the arguments; the text that the model wrote is lost then.
+            calls.append(tool_call(part))
         elif kind == "tool_call_response":
             result = part.get("response", part.get("result"))
-            results.append(
-                {"role": "tool", "tool_call_id": part.get("id"), "content": result}
-                if isinstance(result, str)
-                else {"role": "tool", "tool_call_id": part.get("id"), "content": _text(result)}
-            )
-        elif kind == "reasoning":
-            chat["reasoning_content"] = chat.get("reasoning_content", "") + _text(part.get("content"))
+            results.append({"role": "tool", "tool_call_id": part.get("id"), "content": text_of(result)})
+        elif kind in ("reasoning", "thinking"):
+            chat["reasoning_content"] = chat.get("reasoning_content", "") + text_of(part.get("content"))
         elif kind == "text":
-            content.append({"type": "text", "text": _text(part.get("content"))})
+            content.append({"type": "text", "text": text_of(part.get("content", part.get("text")))})
         else:
             content.append(part)
     if results and not content and not calls:
         return results
-    chat["content"] = _content(content)
+    chat["content"] = content
     if calls:
         chat["tool_calls"] = calls
     return [chat, *results]
 
 
-def _part(part: Any) -> dict[str, Any]:
-    return part if isinstance(part, dict) else {"type": "text", "content": part}
-
-
-def _content(parts: list[dict[str, Any]]) -> Any:
-    """Plain text where it is only that, OpenAI's list of parts elsewhere."""
-    texts = [
-        {"type": "text", "text": part["content"]}
-        if part.get("type") == "text" and "content" in part
-        else part
-        for part in parts
+def _prompt(messages: list[Any]) -> Any:
+    """The prompt that was spelt as messages: text, or token ids that came as one part each."""
+    pieces = [
+        part.get("content") if isinstance(part, dict) else part
+        for message in messages
+        if isinstance(message, dict) and isinstance(message.get("parts"), list)
+        for part in message["parts"]
     ]
-    if not texts:
-        return None
-    if len(texts) == 1 and texts[0].get("type") == "text":
-        return texts[0].get("text")
-    return texts
-
-
-def _tool_call(part: dict[str, Any]) -> dict[str, Any]:
-    # Emitters parse the arguments; the text that the model wrote is lost then.
-    arguments = part.get("arguments")
-    return {
-        "id": part.get("id"),
-        "type": "function",
-        "function": {
-            "name": part.get("name"),
-            "arguments": arguments if isinstance(arguments, str) else _text(arguments or {}),
-        },
-    }
-
-
-def _tool(tool: Any) -> Any:
-    if isinstance(tool, dict) and "function" not in tool and tool.get("type", "function") == "function":
-        return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
-    return tool
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    return "" if value is None else orjson.dumps(value, default=repr).decode()
+    if pieces and all(isinstance(piece, int) for piece in pieces):
+        return pieces
+    texts = [text_of(piece) for piece in pieces]
+    return texts[0] if len(texts) == 1 else texts

@@ -7,18 +7,19 @@ of these gzipped.
 
 import gzip
 import hashlib
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 from google.protobuf.message import DecodeError
 
-from agentlightning.collector import wire
+from agentlightning.collector import json_stream, wire
 from agentlightning.collector.otlp import decode_logs, decode_traces
 from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
 from agentlightning.collector.span import Span
@@ -31,11 +32,20 @@ __all__ = ["find_files", "fingerprint", "read_file"]
 
 Refuse = Callable[[str], None]
 """Called with a sentence for every part of a file that cannot be read; the rest goes on."""
+Advance = Callable[[int], None]
+"""Called with a number of bytes that have been read of a file."""
 
 GZIP: Final = b"\x1f\x8b"
 PARQUET: Final = b"PAR1"
 MAX_BYTES: Final = 4 << 30
-"""Of one file after decompression."""
+"""Of one file after decompression, where it must be read whole."""
+WHOLE_BYTES: Final = 8 << 20
+"""A file up to this size is read at once; beyond it piece by piece."""
+BATCH_ROWS: Final = 4096
+_RESOURCE: Final = 0x0A
+"""Tag of field 1 of a message: the spans, or the log records, of a resource."""
+_LONGEST_LENGTH: Final = 6
+_MARK: Final = b"\xef\xbb\xbf"
 _SPAN_COLUMNS: Final = {"trace_id", "span_id", "attributes", "resource", "signal"}
 
 
@@ -71,7 +81,9 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_file(path: Path, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
+def read_file(
+    path: Path, counters: Counter[str], refuse: Refuse, advance: Advance = lambda size: None
+) -> Iterator[Span]:
     """The spans of a file, or of a data set's folder. What cannot be read is refused with a sentence."""
     if path.is_dir():
         try:
@@ -82,47 +94,134 @@ def read_file(path: Path, counters: Counter[str], refuse: Refuse) -> Iterator[Sp
         yield from spans_from_table(table, counters)
         return
     try:
-        data = path.read_bytes()
-        if data.startswith(GZIP):
-            data = _decompress(data)
+        with _Counted(path, advance) as file:
+            head = file.peek()
+            if head.startswith(PARQUET):
+                yield from _read_parquet(path, counters, refuse)
+            elif head.lstrip(_MARK + b" \t\r\n")[:1] in (b"{", b"["):
+                yield from _read_json(path, file, counters, refuse)
+            elif (
+                len(file.peek(WHOLE_BYTES + 1)) > WHOLE_BYTES
+                and (length := _framing(file.peek())) is not None
+            ):
+                yield from _read_frames(path, file, length, counters, refuse)
+            else:
+                data = file.rest()
+                if data.strip():
+                    yield from _read_protobuf(path, data, counters, refuse)
+                else:
+                    refuse(f"{path} is empty.")
     except (OSError, EOFError, zlib.error, DataError) as error:
         refuse(f"{path} cannot be read: {error}.")
-        return
-    if data.startswith(PARQUET):
-        yield from _read_parquet(path, counters, refuse)
-    elif not data.strip():
-        refuse(f"{path} is empty.")
-    elif data.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"["):
-        yield from _read_json(path, data.removeprefix(b"\xef\xbb\xbf"), counters, refuse)
-    else:
-        yield from _read_protobuf(path, data, counters, refuse)
 
 
-def _decompress(data: bytes) -> bytes:
-    with gzip.GzipFile(fileobj=pa.BufferReader(data)) as file:
-        content = file.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise DataError(f"it holds more than {MAX_BYTES >> 30} GiB")
-    return content
+class _Counted:
+    """A file, unpacked if it is packed; `advance` learns how much of it is behind us."""
+
+    def __init__(self, path: Path, advance: Advance) -> None:
+        self._raw = open(path, "rb")  # noqa: SIM115 - closed by __exit__
+        self._advance = advance
+        self._told = 0
+        packed = self._raw.read(2) == GZIP
+        self._raw.seek(0)
+        self._file = cast(IO[bytes], gzip.GzipFile(fileobj=self._raw)) if packed else self._raw
+        self._head = b""
+
+    def __enter__(self) -> "_Counted":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell()
+        self._file.close()
+        self._raw.close()
+
+    def peek(self, size: int = 1 << 16) -> bytes:
+        """The beginning of what is left, at least so much of it if there is so much."""
+        while len(self._head) < size:
+            chunk = self._file.read(size - len(self._head))
+            if not chunk:
+                break
+            self._head += chunk
+        return self._head
+
+    def read(self, size: int) -> bytes:
+        """The next bytes; none at the end."""
+        self._tell()
+        if self._head:
+            data, self._head = self._head[:size], self._head[size:]
+            return data
+        return self._file.read(size)
+
+    def take(self, size: int) -> bytes:
+        """Exactly so many bytes; fewer at the end."""
+        parts = []
+        while size:
+            part = self.read(size)
+            if not part:
+                break
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def rest(self) -> bytes:
+        """All that is left."""
+        data = self._head + self._file.read(MAX_BYTES + 1)
+        self._head = b""
+        if len(data) > MAX_BYTES:
+            raise DataError(f"it holds more than {MAX_BYTES >> 30} GiB")
+        return data
+
+    def lines(self) -> Iterator[bytes]:
+        """What is left, line by line."""
+        left = b""
+        while chunk := self.read(1 << 20):
+            *whole, left = (left + chunk).split(b"\n")
+            yield from whole
+        yield left
+
+    def _tell(self) -> None:
+        position = self._raw.tell()
+        self._advance(position - self._told)
+        self._told = position
 
 
 def _read_parquet(path: Path, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
     try:
-        table = pq.read_table(path, memory_map=False)
-    except (OSError, pa.ArrowException) as error:
+        file = pq.ParquetFile(path)
+        missing = sorted(_SPAN_COLUMNS - set(file.schema_arrow.names))
+        if missing:
+            refuse(
+                f"{path} is not a file of the spans table: it has no column {missing[0]}. "
+                "Give the data set's folder, or files below its spans/ folder."
+            )
+            return
+        for batch in file.iter_batches(BATCH_ROWS):
+            yield from spans_from_table(conform("spans", pa.Table.from_batches([batch])), counters)
+    except pa.ArrowException as error:
         refuse(f"{path} cannot be read as Parquet: {error}.")
-        return
-    missing = sorted(_SPAN_COLUMNS - set(table.column_names))
-    if missing:
-        refuse(
-            f"{path} is not a file of the spans table: it has no column {missing[0]}. "
-            "Give the data set's folder, or files below its spans/ folder."
-        )
-        return
-    yield from spans_from_table(conform("spans", table), counters)
 
 
-def _read_json(path: Path, data: bytes, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
+def _read_json(path: Path, file: _Counted, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
+    head = file.peek(WHOLE_BYTES + 1)
+    if len(head) > WHOLE_BYTES and head.removeprefix(_MARK).lstrip()[:1] == b"{":
+        if _is_lines(head):
+            for number, line in enumerate(file.lines(), 1):
+                if line.strip():
+                    yield from _read_line(path, number, line.removeprefix(_MARK), counters, refuse)
+            return
+        try:
+            parts = json_stream.documents(file.read)
+            first = next(parts, None)
+            if first is None:  # no spans: whatever its beginning says that it is
+                part = b'{"resourceMetrics":[]}' if b'"resourceMetrics"' in head[:4096] else b"{}"
+                yield from _read_document(str(path), orjson.loads(part), counters, refuse)
+                return
+            for document in itertools.chain([first], parts):
+                yield from _read_document(str(path), document, counters, refuse)
+        except ValueError as error:
+            refuse(f"{path} is not JSON to its end: {error}. What comes before is converted.")
+        return
+    data = file.rest().removeprefix(_MARK)
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -137,6 +236,12 @@ def _read_json(path: Path, data: bytes, counters: Counter[str], refuse: Refuse) 
     for index, part in enumerate(document if isinstance(document, list) else [document]):
         where = f"{path}, document {index + 1}" if isinstance(document, list) else str(path)
         yield from _read_document(where, part, counters, refuse)
+
+
+def _is_lines(head: bytes) -> bool:
+    """Whether a large file holds a document per line, rather than one that is broken into lines."""
+    line, end, _ = head.removeprefix(_MARK).partition(b"\n")
+    return bool(end) and line.strip().startswith(b"{") and line.strip().endswith(b"}")
 
 
 def _read_line(
@@ -171,7 +276,7 @@ def _read_document(where: str, document: Any, counters: Counter[str], refuse: Re
 
 
 def _read_protobuf(path: Path, data: bytes, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
-    messages = [data] if data[0] == 0x0A else _split(data)  # 0x0A: field 1 of the message itself
+    messages = [data] if data[0] == _RESOURCE else _split(data)
     if messages is None:
         refuse(
             f"{path} is neither OTLP JSON, OTLP protobuf (one message, or messages with their lengths) nor Parquet."
@@ -183,6 +288,50 @@ def _read_protobuf(path: Path, data: bytes, counters: Counter[str], refuse: Refu
             yield from _decode_message(message, counters)
         except ValueError as error:
             refuse(f"{where} is left out: {error}.")
+
+
+def _framing(head: bytes) -> Callable[[bytes, int], tuple[int, int]] | None:
+    """How the pieces of a large protobuf file are told apart; None if it is no protobuf that we know.
+
+    A message itself is pieces too: each of its resources is a field with a length.
+    """
+    if head[0] == _RESOURCE:
+        return _field_length
+    for length in (_fixed_length, _varint_length):
+        size, begin = length(head, 0)
+        if size > 0 and head[begin : begin + 1] == bytes([_RESOURCE]):
+            return length
+    return None
+
+
+def _read_frames(
+    path: Path,
+    file: _Counted,
+    length: Callable[[bytes, int], tuple[int, int]],
+    counters: Counter[str],
+    refuse: Refuse,
+) -> Iterator[Span]:
+    number = 0
+    while head := file.peek(_LONGEST_LENGTH):
+        number += 1
+        size, begin = length(head, 0)
+        if size < 0 or size > MAX_BYTES:
+            refuse(f"{path}, message {number} has no length: the rest of the file is left out.")
+            return
+        frame = file.take(begin + size)
+        if len(frame) < begin + size:
+            refuse(f"{path}, message {number} is cut off. It is left out.")
+            return
+        try:
+            yield from _decode_message(frame if length is _field_length else frame[begin:], counters)
+        except ValueError as error:
+            refuse(f"{path}, message {number} is left out: {error}.")
+
+
+def _field_length(data: bytes, position: int) -> tuple[int, int]:
+    if data[position] != _RESOURCE:
+        return -1, position
+    return _varint_length(data, position + 1)
 
 
 def _decode_message(message: bytes, counters: Counter[str]) -> list[Span]:

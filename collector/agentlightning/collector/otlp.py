@@ -11,7 +11,16 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from agentlightning.collector import wire
-from agentlightning.collector.span import MAX_DEPTH, Event, Link, Resource, Span, clamp_time, identify
+from agentlightning.collector.span import (
+    LOG_BODY,
+    MAX_DEPTH,
+    Event,
+    Link,
+    Resource,
+    Span,
+    clamp_time,
+    identify,
+)
 from agentlightning.collector.tokens import TOKEN_ATTRIBUTES, pack_array
 
 __all__ = ["decode_logs", "decode_traces"]
@@ -71,6 +80,12 @@ def decode_logs(body: bytes, counters: Counter[str]) -> list[Span]:
         for scope_logs in resource_logs.scope_logs:
             for record in scope_logs.log_records:
                 attributes = _attributes(record.attributes, counters)
+                kind = record.body.WhichOneof("value")
+                if kind is not None:
+                    try:
+                        attributes.setdefault(LOG_BODY, _value(record.body, kind))
+                    except (DecodeError, ValueError):
+                        counters["unparsed_attribute"] += 1
                 moment = clamp_time(record.time_unix_nano or record.observed_time_unix_nano)
                 span = Span(
                     "log",

@@ -14,6 +14,7 @@ from typing import Any, Final
 import orjson
 
 from agentlightning.collector.span import (
+    LOG_BODY,
     MAX_DEPTH,
     MAX_INT32,
     Event,
@@ -91,6 +92,11 @@ def decode_logs_json(document: Any, counters: Counter[str]) -> list[Span]:
             scope = _get(scope_logs, "scope")
             for item in _objects(scope_logs, "logRecords"):
                 attributes = _attributes_json(item, counters)
+                if item.get("body"):
+                    try:
+                        attributes.setdefault(LOG_BODY, _value_from_json(item["body"]))
+                    except (ValueError, TypeError, KeyError, AttributeError):
+                        counters["unparsed_attribute"] += 1
                 moment = clamp_time(
                     _integer(_field(item, "timeUnixNano")) or _integer(_field(item, "observedTimeUnixNano"))
                 )

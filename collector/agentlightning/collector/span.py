@@ -10,6 +10,7 @@ from typing import Any, Final
 from agentlightning.proto.attributes import ATTEMPT, ROLLOUT_ID
 
 __all__ = [
+    "LOG_BODY",
     "MAX_DEPTH",
     "MAX_INT32",
     "STATUS_ERROR",
@@ -21,6 +22,8 @@ __all__ = [
     "identify",
 ]
 
+LOG_BODY: Final = "log.body"
+"""The attribute under which a log record keeps its body."""
 STATUS_ERROR: Final = 2
 MAX_INT32: Final = 2**31 - 1
 MAX_DEPTH: Final = 32

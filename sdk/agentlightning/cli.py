@@ -29,6 +29,7 @@ _COMMANDS = {
         "watch a real agent learn, on this machine, in minutes",
     ),
     "train": _Command("agentlightning.trainer.cli:main", "trainer", "train from a configuration file"),
+    "run": _Command("agentlightning.sdk.run:main", None, "run a program with its model calls traced"),
     "collector": _Command(
         "agentlightning.collector.cli:main", "collector", "receive spans, write the data set"
     ),

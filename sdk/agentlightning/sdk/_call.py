@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from agentlightning.proto import attributes as names
 from agentlightning.proto.ids import call_id
-from agentlightning.sdk import _bodies, _streams
+from agentlightning.sdk import _bodies, _streams, lineage
 from agentlightning.sdk._identity import baggage_header, from_context, from_environment
 from agentlightning.sdk._instrument import tracer
 from agentlightning.sdk._losses import count, guarded
@@ -73,6 +73,7 @@ def begin(request: _Request) -> "Call | None":
         if not span.is_recording():
             count("calls_not_sampled")
         call = Call(api, request, content, span, own=True)
+    lineage.stamp(call.span)
     _inject(request, call.context)
     return call
 

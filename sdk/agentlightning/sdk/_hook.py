@@ -5,12 +5,7 @@ reaches clients that exist already. A library that is imported later is patched 
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +13,7 @@ from opentelemetry import context as context_api
 
 from agentlightning.sdk._call import Call, begin
 from agentlightning.sdk._losses import count
+from agentlightning.sdk.imports import when_imported
 
 __all__ = ["patch", "unpatch"]
 
@@ -32,18 +28,13 @@ def patch() -> None:
     global _active
     _active = True
     for name in _LIBRARIES:
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "AsyncClient"):
-            _patch_module(module)
-    if not any(isinstance(finder, _LateFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _LateFinder())
+        when_imported(name, "transport hook", _patch_module)
 
 
 def unpatch() -> None:
     """Leave the libraries as they were. Where another has patched over us, ours stays and does nothing."""
     global _active
     _active = False
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateFinder)]
     for client, (ours, original) in list(_patched.items()):
         if vars(client).get("send") is ours:
             client.send = original  # type: ignore[attr-defined]
@@ -51,6 +42,8 @@ def unpatch() -> None:
 
 
 def _patch_module(module: ModuleType) -> None:
+    if not _active or not hasattr(module, "AsyncClient"):
+        return
     for client, wrap in (
         (module.Client, lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
         (module.AsyncClient, lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
@@ -175,36 +168,3 @@ def _async_tee(base: type) -> type:
             return getattr(self.__dict__["_stream"], name)
 
     return RecordedStream
-
-
-class _LateFinder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: when httpx or httpx2 is imported, it lets the others find it, and patches the result."""
-
-    def __init__(self) -> None:
-        self._searching = threading.local()  # other threads import meanwhile
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _LIBRARIES or getattr(self._searching, "now", False):
-            return None
-        self._searching.now = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching.now = False
-        loader: Any = spec.loader if spec is not None else None
-        if loader is None or not hasattr(loader, "exec_module"):
-            return None
-        execute = loader.exec_module
-
-        def execute_and_patch(module: ModuleType) -> None:
-            execute(module)
-            if _active and hasattr(module, "AsyncClient"):
-                _patch_module(module)
-
-        try:
-            loader.exec_module = execute_and_patch  # this loader's alone: every spec has its own
-        except AttributeError:
-            count("internal_error")
-        return spec

@@ -48,7 +48,13 @@ class Ran:
         assert len(self.calls) == len(self.record)
         for call in self.calls:
             mine = self.record[call["call_id"]]
-            for column in ("request", "response", "prompt_token_ids", "response_token_ids", "response_logprobs"):
+            for column in (
+                "request",
+                "response",
+                "prompt_token_ids",
+                "response_token_ids",
+                "response_logprobs",
+            ):
                 assert call[column] == mine[column], column
             assert call["source"] == "gateway"
             assert call["error"] is not None or call["token_source"] == "engine"
@@ -67,7 +73,15 @@ class Stack:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.data, self.state = folder / "data", folder / "collector"
         addresses = self._start(
-            "collector", "--data", str(self.data), "--state", str(self.state), "--http-port", "0", "--grpc-port", "0"
+            "collector",
+            "--data",
+            str(self.data),
+            "--state",
+            str(self.state),
+            "--http-port",
+            "0",
+            "--grpc-port",
+            "0",
         )
         self.grpc = addresses["grpc"]
         gateway = ["--state", str(folder / "gateway"), "--collector", addresses["http"], "--port", "0"]
@@ -76,7 +90,15 @@ class Stack:
 
     def _start(self, component: str, *options: str) -> dict[str, str]:
         ready = self.folder / f"{component}.json"
-        command = [sys.executable, "-m", "agentlightning.cli", component, *options, "--ready-file", str(ready)]
+        command = [
+            sys.executable,
+            "-m",
+            "agentlightning.cli",
+            component,
+            *options,
+            "--ready-file",
+            str(ready),
+        ]
         with open(self.folder / f"{component}.log", "ab") as log:
             process = subprocess.Popen(command, stderr=log)
         self.processes.append(process)
@@ -100,9 +122,15 @@ class Stack:
         rollout_id = f"ro-{self._number}"
         self.model.script = script
         row = {"rollout_id": rollout_id, "run_id": "run", "group_id": "g", "task_id": "t", "split": "train"}
-        self.post("/api/rollouts", {"rollouts": [{**row, "policy": "default", "input": {}, "reference": None}]})
-        (claimed,) = self.post("/api/rollouts/claim", {"controller_id": "c", "limit": 1, "lease_s": 100})["rollouts"]
-        identity = {f"agentlightning.{name.replace('_id', '.id')}": row[name] for name in row if name != "split"}
+        self.post(
+            "/api/rollouts", {"rollouts": [{**row, "policy": "default", "input": {}, "reference": None}]}
+        )
+        (claimed,) = self.post("/api/rollouts/claim", {"controller_id": "c", "limit": 1, "lease_s": 100})[
+            "rollouts"
+        ]
+        identity = {
+            f"agentlightning.{name.replace('_id', '.id')}": row[name] for name in row if name != "split"
+        }
         identity |= {names.ATTEMPT: "0", names.SPLIT: "train"}
         environ = {
             **os.environ,
@@ -142,7 +170,9 @@ class Stack:
         row = self.post("/api/rollouts/query", {"rollout_ids": [rollout_id]})["rollouts"][0]
         attempt = pb.Attempt(rollout_id=rollout_id, attempt=0, calls_expected=row["calls"])
         with grpc.insecure_channel(self.grpc) as channel:
-            answer = TransitionsStub(channel).Seal(pb.SealRequest(attempts=[attempt], timeout_s=20), timeout=40)
+            answer = TransitionsStub(channel).Seal(
+                pb.SealRequest(attempts=[attempt], timeout_s=20), timeout=40
+            )
         assert len(answer.sealed) == 1, answer
         table = open_dataset(self.data).table("transitions", attempts=[(rollout_id, 0)])
         return sorted(table.to_pylist(), key=lambda call: call["seq"])
@@ -158,9 +188,9 @@ class Stack:
                 for scope in resource.scope_spans:
                     for span in scope.spans:
                         values = {item.key: item.value for item in span.attributes}
-                        if names.CALL_ID in values and values[names.SOURCE].string_value == "gateway":
-                            if values[names.ROLLOUT_ID].string_value == rollout_id:
-                                found[values[names.CALL_ID].string_value] = _row(values)
+                        mine = names.CALL_ID in values and values[names.SOURCE].string_value == "gateway"
+                        if mine and values[names.ROLLOUT_ID].string_value == rollout_id:
+                            found[values[names.CALL_ID].string_value] = _row(values)
         reader.close()
         return found
 

@@ -40,9 +40,7 @@ def test_langgraph_nodes_and_agents_have_their_names_in_a_batch(stack):
         return f"written {last(body)}" if "writer" in system(body) else f"checked {last(body)}"
 
     ran = stack.example(script, "langgraph_team", *QUESTIONS)
-    assert ran.output.splitlines() == [
-        f"checked written The answer is {product}." for product in (42, 15)
-    ]
+    assert ran.output.splitlines() == [f"checked written The answer is {product}." for product in (42, 15)]
     ran.check()
     assert Counter(ran.agents()) == {
         ("team", "solver", "calculator"): 4,

@@ -85,7 +85,9 @@ class ScriptedModel:
                     for position, chunk in enumerate(chunks):
                         if position == 3 and hold is not None:
                             hold.wait(20)
-                        data = b"data: " + (b"[DONE]" if chunk is None else json.dumps(chunk).encode()) + b"\n\n"
+                        data = (
+                            b"data: " + (b"[DONE]" if chunk is None else json.dumps(chunk).encode()) + b"\n\n"
+                        )
                         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                         self.wfile.flush()
                     self.wfile.write(b"0\r\n\r\n")

@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -90,7 +91,11 @@ def _threads_part() -> Undo:
 def _langgraph_part() -> Undo:
     lineage.readers["langgraph"] = _langgraph.nodes
     when_imported("langgraph", "version", lambda _: _check("langgraph"))
-    return lambda: lineage.readers.pop("langgraph", None) and None
+
+    def undo() -> None:
+        lineage.readers.pop("langgraph", None)
+
+    return undo
 
 
 def _autogen_part() -> Undo:
@@ -99,7 +104,11 @@ def _autogen_part() -> Undo:
         return lambda: None
     # Read when a runtime is made: thirty spans of message passing per turn, that tell nothing here.
     os.environ[AUTOGEN_SWITCH] = "true"
-    return lambda: os.environ.pop(AUTOGEN_SWITCH, None) and None
+
+    def undo() -> None:
+        os.environ.pop(AUTOGEN_SWITCH, None)
+
+    return undo
 
 
 def _agents_part() -> Undo:
@@ -141,7 +150,9 @@ def _openai_spans(module: ModuleType) -> None:
             if any(running(library) for library in ("openai", "langchain", "openai-agents", "autogen")):
                 return
             chosen = "genai"
-        _start("openai", OPENAI_CLASSES[chosen])
+        # The hook records this client's exact bodies on the same span; parsed messages beside them would say the same
+        # again, at a tenth of the client's own CPU. Who wants them sets OpenTelemetry's variable.
+        _start("openai", OPENAI_CLASSES[chosen], content=False)
 
 
 def _langchain_spans(module: ModuleType) -> None:
@@ -167,12 +178,12 @@ def _is_planned(framework: str) -> bool:
     )
 
 
-def _start(part: str, instrumentor: Instrumentor) -> None:
+def _start(part: str, instrumentor: Instrumentor, *, content: bool = True) -> None:
     """Start an instrumentation, unless it runs or is not there."""
     if not instrumentor.is_installed() or instrumentor.is_running():
         return
     _check(instrumentor.package)
-    with content_captured():
+    with content_captured() if content else nullcontext():
         started = instrumentor.start()
     _undo[part] = lambda: _end(started)
 

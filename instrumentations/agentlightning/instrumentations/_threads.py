@@ -71,7 +71,9 @@ def _restoring(run: Callable[..., None]) -> Callable[..., None]:
 
 def _submitting(submit: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(submit)
-    def submitted(self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def submitted(
+        self: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         if not _active:
             return submit(self, function, *args, **kwargs)
         return submit(self, functools.partial(_within, carried(), function), *args, **kwargs)

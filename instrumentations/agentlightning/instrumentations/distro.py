@@ -27,19 +27,24 @@ _GENAI_MODULES = (
 )
 
 
-class Distro(BaseDistro):  # type: ignore[misc]
+class Distro(BaseDistro):
     """Chosen by OpenTelemetry's launcher if it is the only one, else by `OTEL_PYTHON_DISTRO=agentlightning`."""
 
     def _configure(self, **kwargs: Any) -> None:
         os.environ.setdefault("OTEL_PYTHON_CONFIGURATOR", NAME)
         if os.environ["OTEL_PYTHON_CONFIGURATOR"] == NAME:
             # That the SDK's own configurator is there too, and was not asked for, is no news to the user.
-            logging.getLogger("opentelemetry.instrumentation.auto_instrumentation._load").addFilter(_not_chosen)
+            logging.getLogger("opentelemetry.instrumentation.auto_instrumentation._load").addFilter(
+                _not_chosen
+            )
 
     def load_instrumentor(self, entry_point: Any, **kwargs: Any) -> None:
         """Start an instrumentation that is not ours to choose."""
         module = entry_point.value.partition(":")[0]
-        if not any(module == known or module.startswith(known + ("" if known[-1] == "." else ".")) for known in _GENAI_MODULES):
+        if not any(
+            module == known or module.startswith(known + ("" if known[-1] == "." else "."))
+            for known in _GENAI_MODULES
+        ):
             super().load_instrumentor(entry_point, **kwargs)
 
 

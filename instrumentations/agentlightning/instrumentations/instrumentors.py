@@ -21,7 +21,7 @@ __all__ = [
 ]
 
 
-class TransportInstrumentor(BaseInstrumentor):  # type: ignore[misc]
+class TransportInstrumentor(BaseInstrumentor):
     """The hook that records every model call with its exact tokens, and the exporter."""
 
     def instrumentation_dependencies(self) -> Collection[str]:
@@ -34,7 +34,7 @@ class TransportInstrumentor(BaseInstrumentor):  # type: ignore[misc]
         agentlightning.sdk.uninstrument()
 
 
-class _Part(BaseInstrumentor):  # type: ignore[misc]
+class _Part(BaseInstrumentor):
     part = ""
 
     def instrumentation_dependencies(self) -> Collection[str]:

@@ -17,6 +17,7 @@ __all__ = [
     "api_of",
     "choices_of",
     "loads",
+    "loads_plainly",
     "looks_like_call",
     "request_attributes",
     "response_attributes",
@@ -61,6 +62,14 @@ def loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        return None
+
+
+def loads_plainly(data: bytes) -> Any:
+    """Parse JSON as the HTTP clients do, so that its outcome can stand for theirs; None if it is none."""
+    try:
+        return json.loads(data)
+    except ValueError:
         return None
 
 

@@ -101,6 +101,8 @@ class Call:
         self._inflate: Any = None  # zlib's decompression object
         self._encoded = False
         self._too_large = False
+        self.parsed: Any = None
+        """The answer's JSON, for the caller to take instead of parsing it again."""
         self.done = False
 
     @guarded("record the head of an answer")
@@ -188,7 +190,7 @@ class Call:
                 error = error or str(reported.get("type") or reported.get("code") or "stream_error")
             text = _dumps(answer) if answer else data.decode("utf-8", "replace") if reported else ""
         elif data:
-            answer = _bodies.loads(data)
+            answer = self.parsed = _bodies.loads_plainly(data)
             text = data.decode("utf-8", "replace")
         if self._status >= 400:
             error = error or str(self._status)

@@ -18,9 +18,10 @@ from agentlightning.sdk.imports import when_imported
 __all__ = ["patch", "unpatch"]
 
 _LIBRARIES = ("httpx", "httpx2")
+_CALL = "_agentlightning_call"
 _active = False
-_patched: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""By client class: what we put in the place of `send`, and what was there."""
+_patched: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""By class and method: what we put in its place, and what was there."""
 
 
 def patch() -> None:
@@ -35,23 +36,24 @@ def unpatch() -> None:
     """Leave the libraries as they were. Where another has patched over us, ours stays and does nothing."""
     global _active
     _active = False
-    for client, (ours, original) in list(_patched.items()):
-        if vars(client).get("send") is ours:
-            client.send = original  # type: ignore[attr-defined]
-            del _patched[client]
+    for (owner, method), (ours, original) in list(_patched.items()):
+        if vars(owner).get(method) is ours:
+            setattr(owner, method, original)
+            del _patched[owner, method]
 
 
 def _patch_module(module: ModuleType) -> None:
     if not _active or not hasattr(module, "AsyncClient"):
         return
-    for client, wrap in (
-        (module.Client, lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
-        (module.AsyncClient, lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
+    for owner, method, wrap in (
+        (module.Client, "send", lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
+        (module.AsyncClient, "send", lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
+        (module.Response, "json", _json),
     ):
-        if client not in _patched:
-            original = client.send
-            client.send = wrap(original)
-            _patched[client] = client.send, original
+        if (owner, method) not in _patched:
+            original = getattr(owner, method)
+            setattr(owner, method, wrap(original))
+            _patched[owner, method] = getattr(owner, method), original
 
 
 def _sync_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
@@ -103,8 +105,23 @@ def _follow(call: Call, response: Any, tee: type) -> None:
             call.complete(content)
         else:
             response.stream = tee(response.stream, call)
+        response.extensions[_CALL] = call
     except Exception:  # noqa: BLE001 - the boundary: the caller gets its answer whatever we fail at
         count("internal_error")
+
+
+def _json(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An answer is parsed once: the first who asks gets what the record was read from, the next a copy of his own."""
+
+    @functools.wraps(original)
+    def json(self: Any, **kwargs: Any) -> Any:
+        call: Call | None = self.extensions.pop(_CALL, None)
+        if call is not None and call.parsed is not None and not kwargs:
+            parsed, call.parsed = call.parsed, None
+            return parsed
+        return original(self, **kwargs)
+
+    return json
 
 
 def _sync_tee(base: type) -> type:

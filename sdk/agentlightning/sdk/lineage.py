@@ -6,6 +6,7 @@ Who knows of nodes (LangGraph's run configuration) registers a reader; a thread'
 """
 
 from collections.abc import Callable, Iterator
+from difflib import SequenceMatcher
 from typing import Any
 
 from opentelemetry import trace
@@ -38,8 +39,8 @@ def nodes_now(context: Context | None = None) -> Nodes:
         found = read()
         if found:
             return found
-    found = get_value(_CARRIED, context)
-    return found if isinstance(found, tuple) else ()
+    kept = get_value(_CARRIED, context)
+    return kept if isinstance(kept, tuple) else ()
 
 
 def carried(context: Context | None = None) -> Context:
@@ -53,15 +54,18 @@ def stamp(span: Any) -> None:
     """Write the path on a model call's span where nodes are part of it; without them nesting tells it all."""
     if not readers or names.AGENT_PATH in (getattr(span, "attributes", None) or ()):
         return
-    chain = list(_chain(span))
     here = nodes_now()
-    if here or any(nodes for _, nodes in chain):
+    if here or any(nodes for _, nodes in _chain(span)):
         path = agent_path(span, here)
+        around = trace.get_current_span()
+        if around is not span:
+            # LangChain's callbacks hang a call under its run, not under a span that the program opened within.
+            path = _merged(path, agent_path(around, here, itself=True))
         if path:
             span.set_attribute(names.AGENT_PATH, path)
 
 
-def agent_path(span: Any, nodes: Nodes = ()) -> list[str]:
+def agent_path(span: Any, nodes: Nodes = (), *, itself: bool = False) -> list[str]:
     """Names of the agents and nodes around a span, outermost first, no name twice in a row."""
     path: list[str] = []
     seen: Nodes = ()
@@ -82,11 +86,20 @@ def agent_path(span: Any, nodes: Nodes = ()) -> list[str]:
     for around, then in reversed(list(_chain(span))):
         enter(then)
         attributes = getattr(around, "attributes", None) or {}
-        name = attributes.get(_NAME_BY_OPERATION.get(attributes.get(names.OPERATION_NAME), ""))
-        if isinstance(name, str) and name and around is not span:
+        operation = str(attributes.get(names.OPERATION_NAME))
+        name = attributes.get(_NAME_BY_OPERATION.get(operation, ""))
+        if isinstance(name, str) and name and (itself or around is not span):
             add(name)
     enter(nodes)
     return path
+
+
+def _merged(one: list[str], other: list[str]) -> list[str]:
+    """Two views of one path: what both have once, in order, and what only one has where it has it."""
+    made: list[str] = []
+    for kind, i, j, k, m in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+        made += one[i:j] if kind == "equal" else one[i:j] + other[k:m]
+    return made
 
 
 def _chain(span: Any) -> Iterator[tuple[Any, Nodes]]:

@@ -40,7 +40,9 @@ def _main(argv: list[str] | None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--endpoint", metavar="URL", help="the collector's OTLP/HTTP address")
-    parser.add_argument("--frameworks", metavar="NAMES", help="langchain,openai-agents,autogen; none (default: all)")
+    parser.add_argument(
+        "--frameworks", metavar="NAMES", help="langchain,openai-agents,autogen; none (default: all)"
+    )
     parser.add_argument("--openai", metavar="NAME", help="genai, openllmetry, openinference or none")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the program and its arguments, after `--`")
     options = parser.parse_args(argv)

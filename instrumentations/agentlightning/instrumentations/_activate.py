@@ -20,6 +20,7 @@ from agentlightning.instrumentations._others import (
     Instrumentor,
     content_captured,
     running,
+    unwrap_left_over,
 )
 from agentlightning.sdk import lineage
 from agentlightning.sdk._losses import count, warn_once
@@ -185,7 +186,13 @@ def _start(part: str, instrumentor: Instrumentor, *, content: bool = True) -> No
     _check(instrumentor.package)
     with content_captured() if content else nullcontext():
         started = instrumentor.start()
-    _undo[part] = lambda: _end(started)
+
+    def undo() -> None:
+        _end(started)
+        if instrumentor is OPENAI_CLASSES["openllmetry"]:
+            unwrap_left_over("openai.resources", instrumentor.module)
+
+    _undo[part] = undo
 
 
 def _end(instrumentor: Any) -> None:

@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["GENAI", "LLM_SETS", "OPENAI_CLASSES", "Instrumentor", "content_captured", "running"]
+__all__ = [
+    "GENAI",
+    "LLM_SETS",
+    "OPENAI_CLASSES",
+    "Instrumentor",
+    "content_captured",
+    "running",
+    "unwrap_left_over",
+]
 
 _CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 
@@ -96,6 +104,17 @@ LLM_SETS = {
 def running(library: str) -> Instrumentor | None:
     """The foreign instrumentation that runs for a library."""
     return next((other for other in LLM_SETS.get(library, ()) if other.is_running()), None)
+
+
+def unwrap_left_over(library: str, instrumentation: str) -> None:
+    """Take off what an instrumentation left wrapped when it was stopped, as OpenLLMetry 0.62 does."""
+    modules = [module for name, module in list(sys.modules.items()) if name.startswith(library)]
+    classes = {kind for module in modules for kind in vars(module).values() if isinstance(kind, type)}
+    for kind in classes:
+        for name, method in list(vars(kind).items()):
+            wrapper = getattr(method, "_self_wrapper", None)  # wrapt's
+            if str(getattr(wrapper, "__module__", "")).startswith(instrumentation):
+                setattr(kind, name, method.__wrapped__)
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class Call:
         self._headers: Mapping[str, str] = {}
         self._streamed = False
         self._data = bytearray()
-        self._event = 0  # where the newest, perhaps unfinished, event of the stream begins
+        self._looked = 0  # up to where the end of a stream has been looked for
         self._length: int | None = None
         self._inflate: Any = None  # zlib's decompression object
         self._encoded = False
@@ -124,20 +124,15 @@ class Call:
         """A piece of the body, on its way to the caller."""
         if self.done or self._too_large or self._encoded:
             return
-        before = len(self._data)
         self._data += chunk if self._inflate is None else self._inflate.decompress(chunk)
         if len(self._data) > MAX_BODY:
             self._too_large = True
             self._data.clear()
             count("bodies_too_large")
         elif self._streamed:
-            if _streams.ended(self._data, self._event):
+            ended, self._looked = _streams.look(self.api, self._data, self._looked)
+            if ended:
                 self._finish()
-            else:
-                since = max(self._event, before - 3)
-                self._event = max(
-                    self._event, self._data.rfind(b"\n\n", since), self._data.rfind(b"\n\r\n", since)
-                )
         elif self._length is not None and len(self._data) >= self._length:
             self._finish()
 
@@ -302,6 +297,9 @@ def _type_name(error: BaseException) -> str:
 
 
 def _dumps(value: Any) -> str:
+    quick = _bodies.dumps(value)
+    if quick is not None:
+        return quick
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     # Half a character, as when a stream cuts an escaped emoji in two, is no UTF-8; escaped it keeps.
     return text if text.isascii() or _is_utf8(text) else json.dumps(value, separators=(",", ":"))

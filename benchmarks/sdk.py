@@ -5,7 +5,7 @@
 
 The openai client over an in-memory transport, so that neither a server nor the network is in the figures.
 The process's whole CPU time counts, the exporting thread included; a process of its own takes the
-spans, as a collector would. Bare and traced rounds alternate in one run, and medians are compared:
+spans, as a collector would. Bare and traced rounds alternate in one run, and each is compared with its neighbour:
 ratios hold on a busy machine, milliseconds do not.
 """
 
@@ -76,10 +76,12 @@ def main() -> None:
         ("the same with token ids and log-probabilities", 30, streamed(ids=True)),
     ):
         seconds = compare(case, calls, options.rounds, endpoint)
-        bare = seconds["bare"]
-        row = {"case": name, "bare_ms": bare * 1000}
+        row: dict[str, Any] = {"case": name, "bare_ms": statistics.median(seconds["bare"]) * 1000}
         for mode in ("traced", "hook"):
-            row |= {f"{mode}_ms": seconds[mode] * 1000, f"{mode}_ratio": seconds[mode] / bare}
+            ratio = statistics.median(
+                one / other for one, other in zip(seconds[mode], seconds["bare"], strict=True)
+            )
+            row |= {f"{mode}_ms": statistics.median(seconds[mode]) * 1000, f"{mode}_ratio": ratio}
         rows.append(row)
     collector.terminate()
     if options.json:
@@ -95,8 +97,8 @@ def main() -> None:
         )
 
 
-def compare(call: Callable[[], None], calls: int, rounds: int, endpoint: str) -> dict[str, float]:
-    """Median CPU seconds per call, by mode."""
+def compare(call: Callable[[], None], calls: int, rounds: int, endpoint: str) -> dict[str, list[float]]:
+    """CPU seconds per call, a figure for each round, by mode."""
     for _ in range(calls):
         call()
     seconds: dict[str, list[float]] = {"bare": [], "traced": [], "hook": []}
@@ -116,7 +118,7 @@ def compare(call: Callable[[], None], calls: int, rounds: int, endpoint: str) ->
         seconds[mode].append((time.process_time() - start) / calls)
         if mode != "bare":
             agl.uninstrument()
-    return {mode: statistics.median(values) for mode, values in seconds.items()}
+    return seconds
 
 
 def plain(*, ids: bool, tokens: int = 60, prompt: int = 400) -> Callable[[], None]:

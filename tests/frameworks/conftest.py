@@ -16,6 +16,7 @@ import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from scripted import Script, ScriptedModel
+from tinymodel import build_tiny_model
 
 from agentlightning.collector.journal import JournalReader
 from agentlightning.collector.records import Kind
@@ -65,13 +66,26 @@ class Ran:
 
 
 class Stack:
-    """`agl collector`, `agl gateway` and the scripted model."""
+    """`agl collector`, `agl gateway`, and the scripted model or, if a folder of weights is given, `agl engine`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, weights: Path | None = None) -> None:
         self.folder = folder
         self.model = ScriptedModel(lambda body: "nothing was scripted")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.data, self.state = folder / "data", folder / "collector"
+        engine = self.model.url
+        if weights is not None:
+            options = [
+                "--model",
+                str(weights),
+                "--port",
+                "0",
+                "--dtype",
+                "float32",
+                "--max-model-len",
+                "1024",
+            ]
+            engine = self._start("engine", *options, "--threads", "1")["http"]
         addresses = self._start(
             "collector",
             "--data",
@@ -85,8 +99,9 @@ class Stack:
         )
         self.grpc = addresses["grpc"]
         gateway = ["--state", str(folder / "gateway"), "--collector", addresses["http"], "--port", "0"]
-        self.url = self._start("gateway", *gateway, "--engine", self.model.url)["http"]
+        self.url = self._start("gateway", *gateway, "--engine", engine)["http"]
         self._number = 0
+        self.sampling: dict[str, Any] = {}
 
     def _start(self, component: str, *options: str) -> dict[str, str]:
         ready = self.folder / f"{component}.json"
@@ -123,7 +138,12 @@ class Stack:
         self.model.script = script
         row = {"rollout_id": rollout_id, "run_id": "run", "group_id": "g", "task_id": "t", "split": "train"}
         self.post(
-            "/api/rollouts", {"rollouts": [{**row, "policy": "default", "input": {}, "reference": None}]}
+            "/api/rollouts",
+            {
+                "rollouts": [
+                    {**row, "policy": "default", "input": {}, "reference": None, "sampling": self.sampling}
+                ]
+            },
         )
         (claimed,) = self.post("/api/rollouts/claim", {"controller_id": "c", "limit": 1, "lease_s": 100})[
             "rollouts"
@@ -220,5 +240,15 @@ def _row(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     made = Stack(tmp_path_factory.mktemp("stack"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    folder = tmp_path_factory.mktemp("engine")
+    build_tiny_model(folder / "weights")
+    made = Stack(folder, folder / "weights")
+    made.sampling = {"max_tokens": 6}
     yield made
     made.close()

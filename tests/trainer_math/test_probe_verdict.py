@@ -48,7 +48,7 @@ def test_a_server_of_the_published_weights_passes_and_one_of_others_does_not(
     stale = score(served(learner, tmp_path / "stale", dtype), sequences)
     train_a_little(learner)
     before = {name: p.clone() for name, p in learner.model.named_parameters()}
-    expected = expect(learner, sequences, dtype)
+    expected = expect(learner, sequences, learner.merged_state_dict(dtype), dtype)
     assert all(
         torch.equal(p, before[name]) and p.dtype == torch.float32
         for name, p in learner.model.named_parameters()
@@ -68,10 +68,10 @@ def test_a_stale_engine_is_found_although_the_update_is_smaller_than_the_roundin
     train_a_little(learner)
     sequences = drawn(16)
     dtype = torch.bfloat16
-    previous = expect(learner, sequences, dtype)
+    previous = expect(learner, sequences, learner.merged_state_dict(dtype), dtype)
     stale = score(served(learner, tmp_path / "stale", dtype), sequences)
     train_a_little(learner, 0.001)
-    expected = expect(learner, sequences, dtype)
+    expected = expect(learner, sequences, learner.merged_state_dict(dtype), dtype)
     new = score(served(learner, tmp_path / "new", dtype), sequences)
     assert compare(expected, stale).ok  # the plain distance does not tell
     verdict = compare(expected, stale, previous=previous)

@@ -191,7 +191,11 @@ def _parser() -> argparse.ArgumentParser:
         default=".",
         help="where agents run and modules are looked for (default: here)",
     )
-    add("--collector", metavar="URL", help="an open collector's OTLP/HTTP address for the agents' own spans (default: through the gateway)")
+    add(
+        "--collector",
+        metavar="URL",
+        help="an open collector's OTLP/HTTP address for the agents' own spans (default: through the gateway)",
+    )
     add(
         "--state",
         metavar="DIR",

@@ -11,6 +11,8 @@ __all__ = ["BodyTooLarge", "ClientLeft", "Trace", "bearer", "header", "read_body
 
 JSON: Final = "application/json"
 EVENTS: Final = "text/event-stream; charset=utf-8"
+DRAINED: Final = 256 << 20
+"""Bytes of an oversized body that are read and thrown away, so that its sender gets to see the refusal."""
 _TRACEPARENT: Final = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
 
 
@@ -70,29 +72,27 @@ def baggage(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """The request's body. Raises BodyTooLarge before reading more than `limit`, ClientLeft if it never came whole."""
-    length = header(scope, b"content-length")
-    if length is not None and length.isdigit() and int(length) > limit:
-        raise BodyTooLarge(limit)
-    message = await receive()
-    body: bytes = message.get("body", b"")
-    if message["type"] == "http.request" and not message.get("more_body", False):
-        if len(body) > limit:
-            raise BodyTooLarge(limit)
-        return body
-    chunks = [body]
-    size = len(body)
-    while message["type"] == "http.request" and message.get("more_body", False):
-        if size > limit:
-            raise BodyTooLarge(limit)
+    """The request's body. Raises BodyTooLarge beyond `limit`, of which no more is kept, and ClientLeft if it never came
+    whole. What is too large is read to its end, within DRAINED: a client that is still sending reads no answer."""
+    chunks: list[bytes] = []
+    size = 0
+    more = True
+    while more:
         message = await receive()
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-    if message["type"] != "http.request":
-        raise ClientLeft
+        if message["type"] != "http.request":
+            raise ClientLeft
+        body: bytes = message.get("body", b"")
+        more = message.get("more_body", False)
+        size += len(body)
+        if size <= limit:
+            chunks.append(body)
+        else:
+            chunks.clear()
+            if size > DRAINED:
+                break
     if size > limit:
         raise BodyTooLarge(limit)
-    return b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 async def respond(send: Send, status: int, body: bytes, content_type: str = JSON, **headers: str) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,9 +225,8 @@ class Learner:
                 p.data = current[name]
 
     @contextlib.contextmanager
-    def serving(self, dtype: torch.dtype, *, compute: torch.dtype | None = None) -> Iterator[Any]:
-        """Within, the model as an engine has it: merged weights rounded to `dtype`, computing in `compute` (the same)."""
-        served = {name: value.to(compute or dtype) for name, value in self.merged_state_dict(dtype).items()}
+    def serving(self, state: Mapping[str, Tensor]) -> Iterator[Any]:
+        """Within, the model with the weights of a `merged_state_dict`, as an engine has it; it computes in their dtype."""
         current = {name: p.data for name, p in self.model.named_parameters()}
         adapters_off = self._peft.disable_adapter() if self._peft is not None else contextlib.nullcontext()
         training = self.model.training
@@ -235,7 +234,7 @@ class Learner:
         with adapters_off:
             for name, p in self.model.named_parameters():
                 if ".lora_" not in name:
-                    p.data = served[name.replace(".base_layer.", ".")].to(self.device)
+                    p.data = state[name.replace(".base_layer.", ".")].to(self.device)
             try:
                 yield self.model
             finally:

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 
 from agentlightning.proto import dataset
-from agentlightning.proto.errors import ConfigError, LightningError
+from agentlightning.proto.errors import LightningError
 from agentlightning.trainer import checkpoint
 from agentlightning.trainer.advantage import AdvantageSettings, Scored, score
 from agentlightning.trainer.clients import EngineClient, GatewayClient, TransitionClient
@@ -35,7 +35,7 @@ from agentlightning.trainer.probe import probe_texts
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.rollouts import Collected, Collector, Group
 from agentlightning.trainer.samples import SampleSet, build_samples, read_calls, samples_table
-from agentlightning.trainer.tasks import Task, load_tasks, task_order
+from agentlightning.trainer.tasks import Task, task_order
 
 __all__ = ["Trainer", "build_learner", "learner_settings", "score_transitions"]
 
@@ -126,6 +126,8 @@ class Trainer:
         services: Services,
         learner: Learner,
         *,
+        tasks: list[Task],
+        held_out: list[Task],
         console: Console,
         check: Callable[[], None],
     ) -> None:
@@ -136,19 +138,10 @@ class Trainer:
         self._console = console
         self._services = services
         self._check = check
-        self._tasks = load_tasks(config.tasks.train, seed=config.run.seed)
-        self._held_out = self._load_held_out()
+        self._tasks = tasks
+        self._held_out = held_out
         self._consumed = 0
         """How many training tasks have been handed out: the data cursor."""
-
-    def _load_held_out(self) -> list[Task]:
-        if not self.config.evaluate.tasks:
-            return []
-        if self.config.tasks.val is None:
-            raise ConfigError("evaluate.tasks needs held-out tasks: set `tasks.val`, or evaluate.tasks=0.")
-        return load_tasks(self.config.tasks.val, seed=self.config.run.seed, count=self.config.evaluate.tasks)[
-            : self.config.evaluate.tasks
-        ]
 
     def restore(self) -> bool:
         """Continue from the newest checkpoint, if there is one."""

@@ -10,7 +10,7 @@ on the line from the version before (0) to this one (1), over all tokens at once
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,13 +73,18 @@ def probe_texts(tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def expect(learner: Learner, sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> Expectation:
-    """Compute what an engine that serves in `dtype` should answer."""
-    exact = _logprobs(learner, sequences, dtype, torch.float32)
+def expect(
+    learner: Learner,
+    sequences: Sequence[Sequence[int]],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+) -> Expectation:
+    """What an engine that serves `state`, the learner's weights rounded to `dtype`, should answer."""
+    exact = _logprobs(learner, sequences, {name: value.float() for name, value in state.items()})
     if dtype == torch.float32:
         gap = np.zeros_like(exact)
     else:
-        gap = _logprobs(learner, sequences, dtype, dtype) - exact
+        gap = _logprobs(learner, sequences, state) - exact
     noise, deviation = (
         (float(np.abs(gap).mean()), float(np.sqrt((gap**2).mean()))) if gap.size else (0.0, 0.0)
     )
@@ -149,15 +154,17 @@ def _position(theirs: Floats, previous: Expectation, expected: Expectation) -> f
 
 @torch.no_grad()
 def _logprobs(
-    learner: Learner, sequences: Sequence[Sequence[int]], dtype: torch.dtype, compute: torch.dtype
+    learner: Learner, sequences: Sequence[Sequence[int]], state: Mapping[str, torch.Tensor]
 ) -> Floats:
-    rows: list[float] = []
-    with learner.serving(dtype, compute=compute) as model:
-        for sequence in sequences:
-            ids = torch.tensor([list(sequence)], device=learner.device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-            rows += logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist()
-    return np.array(rows, np.float64)
+    """All sequences in one pass. Padding stands on the right, where causal attention never looks."""
+    ids = torch.zeros(len(sequences), max(map(len, sequences), default=0), dtype=torch.long)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence)] = torch.tensor(list(sequence))
+    ids = ids.to(learner.device)
+    with learner.serving(state) as model:
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    table = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0].cpu().double().numpy()
+    return np.concatenate([row[: len(s) - 1] for row, s in zip(table, sequences, strict=True)])
 
 
 def _refuse(sentence: str) -> Verdict:

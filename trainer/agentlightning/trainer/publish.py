@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,7 +73,7 @@ class Publisher:
 
     async def verify(self, learner: Learner) -> Verdict:
         """Check that the engine serves what the trainer has, without publishing."""
-        expected = await asyncio.to_thread(self._expect, learner)
+        expected = await asyncio.to_thread(self._prepare, learner, None)
         verdict = await self._probe(expected, learner)
         if not verdict.ok:
             raise PublishRefused(f"Before the first step, {verdict.sentence}")
@@ -88,8 +89,7 @@ class Publisher:
         began = time.monotonic()
         version = learner.version
         folder = self._layout.weights / f"v{version:06d}"
-        await asyncio.to_thread(self._write, learner, folder)
-        expected = await asyncio.to_thread(self._expect, learner)
+        expected = await asyncio.to_thread(self._prepare, learner, folder)
         held = time.monotonic()
         hold = await self._gateway.hold(self._policy, ttl_s=HOLD_TTL, drain_s=DRAIN)
         served = version
@@ -111,11 +111,15 @@ class Publisher:
         self._forget_old()
         return Published(version, time.monotonic() - began, released - held, verdict)
 
-    def _write(self, learner: Learner, folder: Path) -> None:
-        save_weights(folder, learner.merged_state_dict(self._dtype))
+    def _prepare(self, learner: Learner, folder: Path | None) -> Expectation:
+        """Write the weights to `folder`, and compute what an engine that serves them will answer."""
+        state = learner.merged_state_dict(self._dtype)
+        if folder is not None:
+            self._write(folder, state)
+        return expect(learner, self._probes, state, self._dtype)
 
-    def _expect(self, learner: Learner) -> Expectation:
-        return expect(learner, self._probes, self._dtype)
+    def _write(self, folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+        save_weights(folder, state)
 
     async def _probe(self, expected: Expectation, learner: Learner) -> Verdict:
         version, scored = await self._engine.score(self._probes)

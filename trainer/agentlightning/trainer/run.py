@@ -5,6 +5,7 @@ import contextlib
 import logging
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from agentlightning.trainer.loop import Trainer, build_learner
 from agentlightning.trainer.model import resolve_model
 from agentlightning.trainer.report import write_report
 from agentlightning.trainer.supervisor import Supervisor
+from agentlightning.trainer.tasks import Task, load_tasks
 
 __all__ = ["open_run", "train"]
 
@@ -33,19 +35,34 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
     Returns the exit code: 1 if the run stopped for a reason that was printed.
     Raises ConfigError before anything is started.
     """
-    config.require("policy.model", "tasks.train")
+    config.require("policy.model", "tasks.train", *(["agent.target"] if config.controller.start else []))
+    tasks = load_tasks(config.tasks.train, seed=config.run.seed)
+    held_out = _held_out(config)
     layout = Layout(config.directory)
     began = time.monotonic()
+    if not Path(config.policy.model).is_dir():
+        print(f"model {config.policy.model} (converted once, in half a minute, and then kept)", flush=True)
+    resolve_model(config.policy.model)  # before two processes want it
     with open_run(config, layout.root, resume=resume), Console() as console, sigterm_interrupts():
         logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+        # Deprecations between transformers and peft: nothing that a user of ours could act on.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         console.say(f"run {config.run.name}: state, data and results in {layout.root}/")
-        resolve_model(config.policy.model)  # converts a GGUF once, before two processes want it
         supervisor = Supervisor()
         trainer = None
         try:
             services = launch(config, layout, supervisor, say=console.say)
             learner = build_learner(config)
-            trainer = Trainer(config, layout, services, learner, console=console, check=supervisor.check)
+            trainer = Trainer(
+                config,
+                layout,
+                services,
+                learner,
+                tasks=tasks,
+                held_out=held_out,
+                console=console,
+                check=supervisor.check,
+            )
             trainer.restore()
             asyncio.run(trainer.run())
         except KeyboardInterrupt:
@@ -78,6 +95,15 @@ def open_run(config: TrainConfig, root: Path, *, resume: bool) -> Iterator[None]
     with lock_directory(root, "The run"):
         (root / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
         yield
+
+
+def _held_out(config: TrainConfig) -> list[Task]:
+    count = config.evaluate.tasks
+    if not count:
+        return []
+    if config.tasks.val is None:
+        raise ConfigError("evaluate.tasks needs held-out tasks: set `tasks.val`, or evaluate.tasks=0.")
+    return load_tasks(config.tasks.val, seed=config.run.seed, count=count)[:count]
 
 
 def conclude(trainer: Trainer, layout: Layout, console: Console, *, seconds: float) -> None:

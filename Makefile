@@ -19,7 +19,7 @@ test: check unit
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy proto/agentlightning sdk/agentlightning collector/agentlightning gateway/agentlightning controller/agentlightning trainer/agentlightning examples/agentlightning
+	$(BIN)/mypy proto/agentlightning sdk/agentlightning instrumentations/agentlightning collector/agentlightning gateway/agentlightning controller/agentlightning trainer/agentlightning examples/agentlightning
 	$(BIN)/lint-imports
 	$(BIN)/python proto/generate.py --check
 	$(BIN)/python docs/generate.py --check

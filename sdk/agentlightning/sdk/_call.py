@@ -19,7 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from agentlightning.proto import attributes as names
 from agentlightning.proto.ids import call_id
-from agentlightning.sdk import _bodies, _streams
+from agentlightning.sdk import _bodies, _streams, lineage
 from agentlightning.sdk._identity import baggage_header, from_context, from_environment
 from agentlightning.sdk._instrument import tracer
 from agentlightning.sdk._losses import count, guarded
@@ -73,6 +73,7 @@ def begin(request: _Request) -> "Call | None":
         if not span.is_recording():
             count("calls_not_sampled")
         call = Call(api, request, content, span, own=True)
+    lineage.stamp(call.span)
     _inject(request, call.context)
     return call
 
@@ -95,11 +96,13 @@ class Call:
         self._headers: Mapping[str, str] = {}
         self._streamed = False
         self._data = bytearray()
-        self._event = 0  # where the newest, perhaps unfinished, event of the stream begins
+        self._looked = 0  # up to where the end of a stream has been looked for
         self._length: int | None = None
         self._inflate: Any = None  # zlib's decompression object
         self._encoded = False
         self._too_large = False
+        self.parsed: Any = None
+        """The answer's JSON, for the caller to take instead of parsing it again."""
         self.done = False
 
     @guarded("record the head of an answer")
@@ -121,20 +124,15 @@ class Call:
         """A piece of the body, on its way to the caller."""
         if self.done or self._too_large or self._encoded:
             return
-        before = len(self._data)
         self._data += chunk if self._inflate is None else self._inflate.decompress(chunk)
         if len(self._data) > MAX_BODY:
             self._too_large = True
             self._data.clear()
             count("bodies_too_large")
         elif self._streamed:
-            if _streams.ended(self._data, self._event):
+            ended, self._looked = _streams.look(self.api, self._data, self._looked)
+            if ended:
                 self._finish()
-            else:
-                since = max(self._event, before - 3)
-                self._event = max(
-                    self._event, self._data.rfind(b"\n\n", since), self._data.rfind(b"\n\r\n", since)
-                )
         elif self._length is not None and len(self._data) >= self._length:
             self._finish()
 
@@ -187,7 +185,7 @@ class Call:
                 error = error or str(reported.get("type") or reported.get("code") or "stream_error")
             text = _dumps(answer) if answer else data.decode("utf-8", "replace") if reported else ""
         elif data:
-            answer = _bodies.loads(data)
+            answer = self.parsed = _bodies.loads_plainly(data)
             text = data.decode("utf-8", "replace")
         if self._status >= 400:
             error = error or str(self._status)
@@ -299,6 +297,9 @@ def _type_name(error: BaseException) -> str:
 
 
 def _dumps(value: Any) -> str:
+    quick = _bodies.dumps(value)
+    if quick is not None:
+        return quick
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     # Half a character, as when a stream cuts an escaped emoji in two, is no UTF-8; escaped it keeps.
     return text if text.isascii() or _is_utf8(text) else json.dumps(value, separators=(",", ":"))

@@ -5,12 +5,7 @@ reaches clients that exist already. A library that is imported later is patched 
 """
 
 import functools
-import importlib.abc
-import importlib.machinery
-import importlib.util
-import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -18,13 +13,15 @@ from opentelemetry import context as context_api
 
 from agentlightning.sdk._call import Call, begin
 from agentlightning.sdk._losses import count
+from agentlightning.sdk.imports import when_imported
 
 __all__ = ["patch", "unpatch"]
 
 _LIBRARIES = ("httpx", "httpx2")
+_CALL = "_agentlightning_call"
 _active = False
-_patched: dict[type, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""By client class: what we put in the place of `send`, and what was there."""
+_patched: dict[tuple[type, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
+"""By class and method: what we put in its place, and what was there."""
 
 
 def patch() -> None:
@@ -32,33 +29,31 @@ def patch() -> None:
     global _active
     _active = True
     for name in _LIBRARIES:
-        module = sys.modules.get(name)
-        if module is not None and hasattr(module, "AsyncClient"):
-            _patch_module(module)
-    if not any(isinstance(finder, _LateFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _LateFinder())
+        when_imported(name, "transport hook", _patch_module)
 
 
 def unpatch() -> None:
     """Leave the libraries as they were. Where another has patched over us, ours stays and does nothing."""
     global _active
     _active = False
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _LateFinder)]
-    for client, (ours, original) in list(_patched.items()):
-        if vars(client).get("send") is ours:
-            client.send = original  # type: ignore[attr-defined]
-            del _patched[client]
+    for (owner, method), (ours, original) in list(_patched.items()):
+        if vars(owner).get(method) is ours:
+            setattr(owner, method, original)
+            del _patched[owner, method]
 
 
 def _patch_module(module: ModuleType) -> None:
-    for client, wrap in (
-        (module.Client, lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
-        (module.AsyncClient, lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
+    if not _active or not hasattr(module, "AsyncClient"):
+        return
+    for owner, method, wrap in (
+        (module.Client, "send", lambda send: _sync_send(send, _sync_tee(module.SyncByteStream))),
+        (module.AsyncClient, "send", lambda send: _async_send(send, _async_tee(module.AsyncByteStream))),
+        (module.Response, "json", _json),
     ):
-        if client not in _patched:
-            original = client.send
-            client.send = wrap(original)
-            _patched[client] = client.send, original
+        if (owner, method) not in _patched:
+            original = getattr(owner, method)
+            setattr(owner, method, wrap(original))
+            _patched[owner, method] = getattr(owner, method), original
 
 
 def _sync_send(send: Callable[..., Any], tee: type) -> Callable[..., Any]:
@@ -110,8 +105,23 @@ def _follow(call: Call, response: Any, tee: type) -> None:
             call.complete(content)
         else:
             response.stream = tee(response.stream, call)
+        response.extensions[_CALL] = call
     except Exception:  # noqa: BLE001 - the boundary: the caller gets its answer whatever we fail at
         count("internal_error")
+
+
+def _json(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An answer is parsed once: the first who asks gets what the record was read from, the next a copy of his own."""
+
+    @functools.wraps(original)
+    def json(self: Any, **kwargs: Any) -> Any:
+        call: Call | None = self.extensions.pop(_CALL, None)
+        if call is not None and call.parsed is not None and not kwargs:
+            parsed, call.parsed = call.parsed, None
+            return parsed
+        return original(self, **kwargs)
+
+    return json
 
 
 def _sync_tee(base: type) -> type:
@@ -175,36 +185,3 @@ def _async_tee(base: type) -> type:
             return getattr(self.__dict__["_stream"], name)
 
     return RecordedStream
-
-
-class _LateFinder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: when httpx or httpx2 is imported, it lets the others find it, and patches the result."""
-
-    def __init__(self) -> None:
-        self._searching = threading.local()  # other threads import meanwhile
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _LIBRARIES or getattr(self._searching, "now", False):
-            return None
-        self._searching.now = True
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._searching.now = False
-        loader: Any = spec.loader if spec is not None else None
-        if loader is None or not hasattr(loader, "exec_module"):
-            return None
-        execute = loader.exec_module
-
-        def execute_and_patch(module: ModuleType) -> None:
-            execute(module)
-            if _active and hasattr(module, "AsyncClient"):
-                _patch_module(module)
-
-        try:
-            loader.exec_module = execute_and_patch  # this loader's alone: every spec has its own
-        except AttributeError:
-            count("internal_error")
-        return spec

@@ -5,10 +5,11 @@ the HTTP clients. All of it can be repeated and undone, and none of it touches w
 """
 
 import atexit
+import importlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -49,18 +50,31 @@ _lock = threading.RLock()
 _tracers: dict[int, tuple[Any, trace.Tracer]] = {}  # by provider: asking a provider anew is slow
 
 
-def instrument(*, endpoint: str | None = None, headers: Mapping[str, str] | None = None) -> None:
-    """Trace this process: its model calls, agents and rewards go to the collector.
+def instrument(
+    *,
+    frameworks: Iterable[str] | None = None,
+    openai: str | None = None,
+    endpoint: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> None:
+    """Trace this process: its model calls, agents, tools and rewards go to the collector.
 
     Works before or after clients are made, beside a TracerProvider that exists already, and twice.
 
     Args:
+        frameworks: Those to prepare for: `langchain` (with LangGraph), `openai-agents`, `autogen`; an empty list for
+            none. Default: `AGENTLIGHTNING_FRAMEWORKS`, else all that are installed.
+        openai: Who makes the spans of the openai client: `genai` (OpenTelemetry's own), `openllmetry`,
+            `openinference`, or `none` (the transport hook alone). Default: `AGENTLIGHTNING_OPENAI`, else what runs
+            already, else `genai` if it is installed.
         endpoint: Base address of the collector's OTLP/HTTP receiver. Default: `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`,
             else `OTEL_EXPORTER_OTLP_ENDPOINT`, else http://127.0.0.1:4318.
         headers: Sent to the collector with each request, such as `{"authorization": "Bearer …"}`. Default:
             `OTEL_EXPORTER_OTLP_HEADERS`.
     """
     url = _traces_url(endpoint)
+    others = _instrumentations()
+    plan = others.choose(frameworks, openai)
     with _lock:
         settings = (url, dict(headers or {}))
         if _state.queue is None or _state.settings != settings:
@@ -80,14 +94,18 @@ def instrument(*, endpoint: str | None = None, headers: Mapping[str, str] | None
 
         _hook.patch()
         remember_environment()
+        others.activate(plan)
 
 
 def uninstrument() -> None:
     """Undo `instrument`: what is queued is sent, the HTTP clients are as before, a provider of ours falls silent."""
     with _lock:
         from agentlightning.sdk import _hook
+        from agentlightning.sdk.imports import forget_imports
 
+        _instrumentations().deactivate()
         _hook.unpatch()
+        forget_imports()
         if _state.processor is not None:
             _state.processor.queue = None
         if _state.queue is not None:
@@ -115,6 +133,11 @@ def tracer() -> trace.Tracer:
     if cached is None or cached[0] is not provider:
         cached = _tracers[id(provider)] = provider, provider.get_tracer(SCOPE)
     return cached[1]
+
+
+def _instrumentations() -> Any:
+    """The sister component, found by its name: it builds on this one, so this one cannot import it as its own."""
+    return importlib.import_module("agentlightning.instrumentations")
 
 
 def _traces_url(endpoint: str | None) -> str:

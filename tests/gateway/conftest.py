@@ -340,7 +340,8 @@ class Gateway:
         self.folder = folder
         self.tokens = TOKENS if tokens else {}
         self._command = [sys.executable, "-m", "agentlightning.gateway.cli", "--state", str(folder / "state")]
-        self._command += ["--collector", collector, "--ready-file", str(folder / "ready.json"), *options]
+        self._command += ["--collector", collector, "--ready-file", str(folder / "ready.json")]
+        self._command += ["--engine-wait-s", "0.3", *options]
         if tokens:
             path = folder / "tokens.json"
             path.write_text(json.dumps(TOKENS))

@@ -48,6 +48,8 @@ __all__ = ["ChatCall", "Given"]
 
 logger = logging.getLogger(__name__)
 ABORTED: Final = "aborted"
+ENGINE_PAUSE: Final = 0.2
+"""Seconds between two looks for an engine that is well."""
 _REFUSALS: Final = frozenset({400, 413, 422})
 """An engine's statuses that are the request's fault: passed on as they are."""
 _TRY_ANOTHER: Final = frozenset({429, 503})
@@ -178,10 +180,17 @@ class ChatCall:
     async def _ask_engines(self) -> bytes:
         gateway, policy = self._gateway, self._policy
         asked: dict[str, str] = {}
+        deadline = time.monotonic() + gateway.settings.engine_wait_s
         while True:
             engine = gateway.engines.choose(policy.name, self._caller.identity.rollout_id, without=set(asked))
             if engine is None:
-                ill = {e.engine_id: e.reason for e in gateway.engines.of(policy.name) if e.reason}
+                registered = gateway.engines.of(policy.name)
+                if registered and time.monotonic() < deadline and not gateway.stopping.is_set():
+                    # An engine that is restarted comes back within seconds: to wait costs the agent less than to fail.
+                    asked.clear()
+                    await asyncio.sleep(ENGINE_PAUSE)
+                    continue
+                ill = {e.engine_id: e.reason for e in registered if e.reason}
                 reasons = "; ".join(f"{name}: {reason}" for name, reason in {**ill, **asked}.items())
                 raise ModelError(
                     503,

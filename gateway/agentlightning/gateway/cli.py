@@ -91,6 +91,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how long an engine may be silent (default: %(default)s)",
     )
     add(
+        "--engine-wait-s",
+        type=float,
+        default=30,
+        metavar="S",
+        help="how long a call waits for an engine that is away, as during a restart (default: %(default)s)",
+    )
+    add(
         "--collector-timeout-s",
         type=float,
         default=10,
@@ -112,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     setup_logging("gateway", options.log_level)
     require_token(options.host, options.token_file, "The gateway")
-    for name in ("max_body_mib", "engine_timeout_s", "collector_timeout_s", "token_ttl_s"):
+    for name in ("max_body_mib", "engine_timeout_s", "engine_wait_s", "collector_timeout_s", "token_ttl_s"):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above zero.")
     for url in (options.collector, *(url for _, url in map(_engine, options.engine))):
@@ -129,6 +136,7 @@ def _run(options: argparse.Namespace) -> int:
         engine_token_file=options.engine_token_file,
         max_body_bytes=int(options.max_body_mib * (1 << 20)),
         engine_timeout_s=options.engine_timeout_s,
+        engine_wait_s=options.engine_wait_s,
         collector_timeout_s=options.collector_timeout_s,
         token_ttl_s=options.token_ttl_s,
     )

@@ -27,6 +27,8 @@ class Settings:
     """How long a call's span may wait for its acknowledgement."""
     engine_timeout_s: float = 600.0
     """How long an engine may be silent in the middle of a call."""
+    engine_wait_s: float = 30.0
+    """How long a call waits for an engine when all of its policy's are away."""
     token_ttl_s: float = 86_400.0
     """How long a rollout token is valid, at most; it ends with its attempt anyhow."""
     keep_alive_s: float = 5.0

@@ -16,7 +16,7 @@ from agentlightning.proto.process import read_token, write_private
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.supervisor import Child, Supervisor, free_port
 
-__all__ = ["Layout", "Services", "launch"]
+__all__ = ["Layout", "Services", "launch", "start_agents"]
 
 READY_TIMEOUT = 120.0
 """Seconds; an engine may have to convert and load its model."""
@@ -92,13 +92,12 @@ def launch(
     layout.state.mkdir(parents=True, exist_ok=True)
     collector_token_file = config.collector.token_file
     engine_token_file = config.engine.token_file
-    started: list[Child] = []
 
     # The engine takes longest to load: it starts first.
     engine_url = config.engine.url
     if engine_url is None:
         engine_token_file = _token_file(layout.token("engine"))
-        started.append(engine := _engine(config, layout, supervisor, engine_token_file))
+        engine = _engine(config, layout, supervisor, engine_token_file)
 
     grpc_address, http_address = config.collector.grpc, config.collector.http
     if grpc_address is None or http_address is None:
@@ -116,16 +115,6 @@ def launch(
         say(f"gateway    {gateway_url}")
     tokens = _read_tokens(tokens_file)
 
-    if config.controller.start:
-        config.require("agent.target")
-        controller_token = layout.token("controller")
-        write_private(controller_token, tokens.get("controller", "") + "\n")
-        controller = _controller(
-            config, layout, supervisor, gateway_url, controller_token if tokens else None
-        )
-        supervisor.wait_ready(controller, timeout=READY_TIMEOUT)
-        say(f"controller {config.agent.concurrency} agents at once: {config.agent.target}")
-
     if engine_url is None:
         engine_url = supervisor.wait_ready(engine, timeout=READY_TIMEOUT)["http"]
         say(f"engine     {engine_url} ({config.policy.model})")
@@ -140,6 +129,27 @@ def launch(
         engine_token=read_token(engine_token_file) if engine_token_file else None,
         engine_token_file=engine_token_file,
     )
+
+
+def start_agents(
+    config: TrainConfig,
+    layout: Layout,
+    supervisor: Supervisor,
+    services: Services,
+    *,
+    say: Callable[[str], None],
+) -> None:
+    """Start the controller, unless one elsewhere claims the rollouts. Not before the engine serves the right weights:
+    rollouts may be waiting in the queue."""
+    if not config.controller.start:
+        return
+    token_file = None
+    if services.gateway_tokens:
+        token_file = layout.token("controller")
+        write_private(token_file, services.gateway_tokens.get("controller", "") + "\n")
+    controller = _controller(config, layout, supervisor, services.gateway, token_file)
+    supervisor.wait_ready(controller, timeout=READY_TIMEOUT)
+    say(f"controller {config.agent.concurrency} agents at once: {config.agent.target}")
 
 
 def _engine(config: TrainConfig, layout: Layout, supervisor: Supervisor, token_file: Path) -> Child:

@@ -130,6 +130,7 @@ class Trainer:
         held_out: list[Task],
         console: Console,
         check: Callable[[], None],
+        start_agents: Callable[[], None],
     ) -> None:
         self.config = config
         self.layout = layout
@@ -138,6 +139,7 @@ class Trainer:
         self._console = console
         self._services = services
         self._check = check
+        self._start_agents = start_agents
         self._tasks = tasks
         self._held_out = held_out
         self._consumed = 0
@@ -212,6 +214,7 @@ class Trainer:
         else:
             verdict = (await publisher.publish(self.learner)).verdict
         self._console.say(verdict.sentence[:1].upper() + verdict.sentence[1:])
+        await asyncio.to_thread(self._start_agents)
         await self._evaluate(collector)
         self._console.begin(train.steps, done=self.learner.step)
         while self.learner.step < train.steps:

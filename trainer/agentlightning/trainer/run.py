@@ -15,7 +15,7 @@ from agentlightning.proto.errors import ConfigError, LightningError
 from agentlightning.proto.process import lock_directory
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.console import Console
-from agentlightning.trainer.launch import Layout, launch
+from agentlightning.trainer.launch import Layout, launch, start_agents
 from agentlightning.trainer.loop import Trainer, build_learner
 from agentlightning.trainer.model import resolve_model
 from agentlightning.trainer.report import write_report
@@ -62,6 +62,7 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
                 held_out=held_out,
                 console=console,
                 check=supervisor.check,
+                start_agents=lambda: start_agents(config, layout, supervisor, services, say=console.say),
             )
             trainer.restore()
             asyncio.run(trainer.run())

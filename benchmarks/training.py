@@ -73,7 +73,7 @@ def update(run: Path, step: int, rounds: int) -> None:
         computed = learner.update(samples, advantages).metrics["tokens_computed"]
         ours.append(time.perf_counter() - began)
         began = time.perf_counter()
-        padded = padded_update(peer, optimizer, samples, advantages)
+        padded = padded_update(peer, optimizer, samples, advantages, config.policy.sampling.temperature)
         theirs.append(time.perf_counter() - began)
     print(f"update on the {len(samples)} samples of step {step} that carry a signal, best of {rounds}")
     print(f"  packed   {min(ours):8.2f} s  {computed:9,.0f} tokens computed")
@@ -102,6 +102,7 @@ def padded_update(
     optimizer: torch.optim.Optimizer,
     samples: list[Sample],
     advantages: list[np.ndarray],
+    temperature: float,
 ) -> int:
     """One update by the plain loop; returns how many token positions it computed."""
     dtype, _ = choose_dtype()
@@ -121,7 +122,8 @@ def padded_update(
             weight[row, :length] = torch.from_numpy(advantage)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             logits = (
-                model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1].float() / 0.7
+                model(input_ids=ids, attention_mask=attention, use_cache=False).logits[:, :-1].float()
+                / temperature
             )
         logp = logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
         (-(logp * weight[:, 1:]).sum() / total).backward()

@@ -78,7 +78,6 @@ class Services:
     gateway: str
     gateway_tokens: dict[str, str]
     collector_grpc: str
-    collector_http: str
     collector_token: str | None
     engine: str
     engine_token: str | None
@@ -123,7 +122,6 @@ def launch(
         gateway=gateway_url,
         gateway_tokens=tokens,
         collector_grpc=grpc_address,
-        collector_http=http_address,
         collector_token=read_token(collector_token_file) if collector_token_file else None,
         engine=engine_url,
         engine_token=read_token(engine_token_file) if engine_token_file else None,

@@ -8,6 +8,7 @@ checkpoint; the rollouts of a step are found again by their ids, so nothing is s
 import asyncio
 import logging
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -83,6 +84,8 @@ def learner_settings(config: TrainConfig) -> LearnerSettings:
 
 def build_learner(config: TrainConfig) -> Learner:
     """Load the policy's model and make it ready to learn."""
+    # Deprecations between transformers and peft: nothing that a user of ours could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
     return Learner(load_model(config.policy.model), learner_settings(config))
 
 

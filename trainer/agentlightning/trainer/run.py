@@ -5,7 +5,6 @@ import contextlib
 import logging
 import signal
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,8 +44,6 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
     resolve_model(config.policy.model)  # before two processes want it
     with open_run(config, layout.root, resume=resume), Console() as console, sigterm_interrupts():
         logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
-        # Deprecations between transformers and peft: nothing that a user of ours could act on.
-        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
         console.say(f"run {config.run.name}: state, data and results in {layout.root}/")
         supervisor = Supervisor()
         trainer = None

@@ -280,6 +280,41 @@ def test_a_swap_in_mid_stream_is_told_in_the_last_chunk(tiny: Served, other_fold
     assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 300
 
 
+def test_a_pause_keeps_answers_in_flight_and_they_go_on_with_new_weights(
+    tiny: Served, other_folder: Path
+) -> None:
+    def sampled() -> int:
+        count: int = httpx.get(tiny.url + "/health").json()["counters"]["sampled_tokens"]
+        return count
+
+    chunks: list[dict[str, Any]] = []
+    body = EXACT | {"stream": True, "max_tokens": 300, "ignore_eos": True}
+    with httpx.stream("POST", tiny.url + "/v1/chat/completions", json=body, timeout=60) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunks.append(json.loads(line.removeprefix("data: ")))
+            if len(chunks) == 2:
+                assert post(tiny, "/pause", {"ttl_s": 60}).json() == {"paused": True, "running": 1}
+                before = sampled()
+                assert post(tiny, "/score", {"token_ids": [[5, 6, 7]]}).json()["version"] == 0
+                assert post(tiny, "/weights", {"path": str(other_folder), "version": 4}).status_code == 200
+                assert sampled() == before
+                assert httpx.get(tiny.url + "/health").json()["paused"]
+                assert post(tiny, "/resume", {}).json()["paused"] is False
+    last = chunks[-1]["choices"][0]
+    assert last["model_versions"][0:2] == [0, 0]
+    assert last["model_versions"][3] == 4
+    assert sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 300
+
+
+def test_a_pause_ends_by_itself(tiny: Served) -> None:
+    assert post(tiny, "/pause", {"ttl_s": 0.2}).status_code == 200
+    assert chat(tiny)["choices"][0]["token_ids"]  # waits, and is answered
+    for bad in ({}, {"ttl_s": 0}, {"ttl_s": "x"}, []):
+        assert post(tiny, "/pause", bad).status_code == 400
+
+
 def test_score_gives_the_logprobs_that_sampling_gave(tiny: Served) -> None:
     answer = chat(tiny, temperature=0.8, max_tokens=30)
     ids = answer["prompt_token_ids"] + answer["choices"][0]["token_ids"]

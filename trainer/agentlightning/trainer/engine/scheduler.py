@@ -3,6 +3,8 @@
 Requests join and leave between two steps; new weights and scores are slipped in there, too. Prompts are read in
 chunks beside the decoding of others, so that a long one does not stop the rest. When weights change, what is running
 is read again under the new ones: each sampled token's log-probability is that of one version over its whole context.
+A pause leaves everything where it is and samples nothing, so that whoever shares the hardware has it for himself; it
+ends by itself, because he may die.
 """
 
 import logging
@@ -10,6 +12,7 @@ import math
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -73,6 +76,7 @@ class Scheduler:
         self._submitted = 0
         self._lock = threading.Lock()
         self._stopping = False
+        self._paused_until = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ------------------------------------------------------------------ from any thread
@@ -92,6 +96,14 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         return max(0, self._submitted - self.running)
+
+    @property
+    def paused(self) -> bool:
+        return time.monotonic() < self._paused_until
+
+    def pause(self, seconds: float) -> None:
+        """Sample nothing for so long, 0 to go on at once. Requests wait; scores and new weights do not. Only inside `call`."""
+        self._paused_until = time.monotonic() + seconds
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queue new sequences, all or none. Raises RequestError (503) when too many wait already."""
@@ -141,7 +153,7 @@ class Scheduler:
         try:
             while not self._stopping:
                 self._read_inbox()
-                if self.running or self._waiting:
+                if (self.running or self._waiting) and not self.paused:
                     self._step()
         except BaseException:
             log.critical(
@@ -150,10 +162,11 @@ class Scheduler:
             self._on_death()
 
     def _read_inbox(self) -> None:
-        idle = not (self.running or self._waiting)
+        pause = self._paused_until - time.monotonic()
+        idle = pause > 0 or not (self.running or self._waiting)
         while True:
             try:
-                command = self._inbox.get(block=idle)
+                command = self._inbox.get(block=idle, timeout=pause if pause > 0 else None)
             except queue.Empty:
                 return
             command()

@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 32 * 2**20
 """Bytes of a request body."""
+MAX_PAUSE = 3600
+"""Seconds."""
 
 
 class Engine:
@@ -123,6 +125,10 @@ class Engine:
 
         return await asyncio.wrap_future(self.scheduler.call(run))
 
+    async def pause(self, seconds: float) -> None:
+        """Sample nothing for so long; when this returns, the step that was under way has ended."""
+        await asyncio.wrap_future(self.scheduler.call(lambda: self.scheduler.pause(seconds)))
+
     def _deliver(self, events: list[Event]) -> None:
         """From the engine's thread to the loop, once for each step."""
         if events and self._loop is not None:
@@ -144,6 +150,8 @@ def create_app(engine: Engine, *, token: str | None = None) -> ASGIApp:
             Route("/health", Endpoint(engine, _health), methods=["GET"]),
             Route("/weights", Endpoint(engine, _weights), methods=["POST"]),
             Route("/score", Endpoint(engine, _score), methods=["POST"]),
+            Route("/pause", Endpoint(engine, _pause), methods=["POST"]),
+            Route("/resume", Endpoint(engine, _resume), methods=["POST"]),
         ],
         exception_handlers={RequestError: _refuse, HTTPException: _refuse_http},
     )
@@ -251,6 +259,7 @@ async def _health(engine: Engine, request: Request) -> Response:
             "dtype": str(engine.runner.model.dtype).removeprefix("torch."),
             "running": scheduler.running,
             "waiting": scheduler.waiting,
+            "paused": scheduler.paused,
             "counters": dict(scheduler.counts),
         }
     )
@@ -292,6 +301,20 @@ async def _score(engine: Engine, request: Request) -> Response:
         raise too_long(engine.context, longest, None)
     version, logprobs = await engine.score(sequences, float(temperature))
     return _json({"version": version, "logprobs": logprobs})
+
+
+async def _pause(engine: Engine, request: Request) -> Response:
+    body = await _read_json(request.receive)
+    seconds = body.get("ttl_s") if isinstance(body, dict) else None
+    if not isinstance(seconds, int | float) or not 0 < seconds <= MAX_PAUSE:
+        raise RequestError(f'Send {{"ttl_s": seconds, at most {MAX_PAUSE}}}; then the pause ends by itself.')
+    await engine.pause(seconds)
+    return _json({"paused": True, "running": engine.scheduler.running})
+
+
+async def _resume(engine: Engine, request: Request) -> Response:
+    await engine.pause(0)
+    return _json({"paused": False, "running": engine.scheduler.running})
 
 
 async def _read_json(receive: Receive) -> Any:

@@ -3,6 +3,9 @@
 
     python benchmarks/sdk.py [--rounds 7] [--json]
 
+Three ways: `traced` and `hook` alone before a server that keeps no record, so the span carries bodies and tokens;
+`gateway` is traced before our gateway, which has both on disk, so the span says who called and which call it was.
+
 The openai client over an in-memory transport, so that neither a server nor the network is in the figures.
 The process's whole CPU time counts, the exporting thread included; a process of its own takes the
 spans, as a collector would. Bare and traced rounds alternate in one run, and each is compared with its neighbour:
@@ -28,6 +31,8 @@ import agentlightning.sdk as agl
 
 TARGET = 1.25
 """The design's limit, token ids included."""
+
+MODES = ("traced", "gateway", "hook")
 
 TOOLS: Any = [
     {
@@ -77,7 +82,7 @@ def main() -> None:
     ):
         seconds = compare(case, calls, options.rounds, endpoint)
         row: dict[str, Any] = {"case": name, "bare_ms": statistics.median(seconds["bare"]) * 1000}
-        for mode in ("traced", "hook"):
+        for mode in MODES:
             ratio = statistics.median(
                 one / other for one, other in zip(seconds[mode], seconds["bare"], strict=True)
             )
@@ -87,32 +92,29 @@ def main() -> None:
     if options.json:
         print(json.dumps(rows, indent=2))
         return
-    print(
-        f"{'case':<54} {'bare ms':>8} {'traced':>8} {'ratio':>6} {'hook':>8} {'ratio':>6}   (target ≤ {TARGET})"
-    )
+    heads = "".join(f" {mode:>8} {'ratio':>6}" for mode in MODES)
+    print(f"{'case':<54} {'bare ms':>8}{heads}   (target ≤ {TARGET})")
     for row in rows:
-        print(
-            f"{row['case']:<54} {row['bare_ms']:>8.2f} {row['traced_ms']:>8.2f} {row['traced_ratio']:>6.2f} "
-            f"{row['hook_ms']:>8.2f} {row['hook_ratio']:>6.2f}"
-        )
+        figures = "".join(f" {row[f'{mode}_ms']:>8.2f} {row[f'{mode}_ratio']:>6.2f}" for mode in MODES)
+        print(f"{row['case']:<54} {row['bare_ms']:>8.2f}{figures}")
 
 
-def compare(call: Callable[[], None], calls: int, rounds: int, endpoint: str) -> dict[str, list[float]]:
+def compare(call: Callable[[bool], None], calls: int, rounds: int, endpoint: str) -> dict[str, list[float]]:
     """CPU seconds per call, a figure for each round, by mode."""
     for _ in range(calls):
-        call()
-    seconds: dict[str, list[float]] = {"bare": [], "traced": [], "hook": []}
+        call(False)
+    seconds: dict[str, list[float]] = {"bare": [], **{mode: [] for mode in MODES}}
     # What the imports left behind is not scanned again, or the figures would tell when a full collection came.
     gc.collect()
     gc.freeze()
     for _, mode in itertools.product(range(rounds), seconds):
         if mode != "bare":
             agl.instrument(endpoint=endpoint, openai="none" if mode == "hook" else "genai")
-            call()
+            call(mode == "gateway")
             agl.flush()
         start = time.process_time()
         for _ in range(calls):
-            call()
+            call(mode == "gateway")
         if mode != "bare":
             assert agl.flush(), "the spans must arrive, or their cost is not in the figure"
         seconds[mode].append((time.process_time() - start) / calls)
@@ -121,7 +123,7 @@ def compare(call: Callable[[], None], calls: int, rounds: int, endpoint: str) ->
     return seconds
 
 
-def plain(*, ids: bool, tokens: int = 60, prompt: int = 400) -> Callable[[], None]:
+def plain(*, ids: bool, tokens: int = 60, prompt: int = 400) -> Callable[[bool], None]:
     """A chat completion that is answered whole."""
     choice: dict[str, Any] = {"index": 0, "finish_reason": "stop"}
     choice["message"] = {"role": "assistant", "content": "word " * tokens}
@@ -135,16 +137,17 @@ def plain(*, ids: bool, tokens: int = 60, prompt: int = 400) -> Callable[[], Non
         }
     data = json.dumps({**body, "choices": [choice]}).encode()
     headers = {"content-type": "application/json"}
-    client = client_of(lambda request: httpx2.Response(200, headers=headers, stream=Pieces([data])))
+    clients = [client_of(headers | extra, [data]) for extra in EXTRA]
 
-    def call() -> None:
+    def call(gateway: bool) -> None:
+        client = clients[gateway]
         answer = client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS, temperature=0.7)
         assert answer.choices[0].message.content
 
     return call
 
 
-def streamed(*, ids: bool, chunks: int = 65) -> Callable[[], None]:
+def streamed(*, ids: bool, chunks: int = 65) -> Callable[[bool], None]:
     """A chat completion that is answered in a stream."""
     pieces = []
     for number in range(chunks):
@@ -163,9 +166,10 @@ def streamed(*, ids: bool, chunks: int = 65) -> Callable[[], None]:
         pieces.append(f"data: {json.dumps(body)}\n\n".encode())
     pieces.append(b"data: [DONE]\n\n")
     headers = {"content-type": "text/event-stream"}
-    client = client_of(lambda request: httpx2.Response(200, headers=headers, stream=Pieces(pieces)))
+    clients = [client_of(headers | extra, pieces) for extra in EXTRA]
 
-    def call() -> None:
+    def call(gateway: bool) -> None:
+        client = clients[gateway]
         stream = client.chat.completions.create(model="m", messages=MESSAGES, tools=TOOLS, stream=True)
         assert sum(1 for _ in stream) == chunks
 
@@ -192,9 +196,15 @@ class Pieces(httpx2.SyncByteStream):
         yield from self.pieces
 
 
-def client_of(answer: Callable[[httpx2.Request], httpx2.Response]) -> openai.OpenAI:
+EXTRA: tuple[dict[str, str], ...] = ({}, {"x-agentlightning-call-id": "ro-1-0-0123456789abcdef"})
+"""Headers of an answer from any server, and from our gateway."""
+
+
+def client_of(headers: dict[str, str], pieces: list[bytes]) -> openai.OpenAI:
     """The stock client over an in-memory transport."""
-    transport = httpx2.MockTransport(answer)
+    transport = httpx2.MockTransport(
+        lambda request: httpx2.Response(200, headers=headers, stream=Pieces(pieces))
+    )
     return openai.OpenAI(
         api_key="none", base_url="http://m/v1", http_client=httpx2.Client(transport=transport)
     )

@@ -200,6 +200,8 @@ class Llm:
                     self.send_header("content-encoding", "gzip")
                     packer = zlib.compressobj(wbits=31)
                 self.send_header("transfer-encoding", "chunked")
+                if model == "recorded":
+                    self.send_header("x-agentlightning-call-id", "call-of-the-gateway")
                 self.end_headers()
                 try:
                     for number, event in enumerate(events):

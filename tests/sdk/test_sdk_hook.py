@@ -402,11 +402,25 @@ def test_a_request_that_is_sent_twice_is_two_calls(traced, llm):
     }
 
 
-def test_the_gateways_call_id_is_taken_over(traced, llm):
-    with httpx2.Client() as client:
-        client.post(llm.url + "/chat/completions", json={**ASK, "model": "recorded"})
-    assert agl.flush()
-    assert traced.one("chat recorded").attributes["agentlightning.call.id"] == "call-of-the-gateway"
+@pytest.mark.parametrize("spans", ["none", "genai"])
+def test_what_the_gateway_has_on_disk_is_named_and_not_sent_again(sink, llm, spans):
+    agl.instrument(endpoint=sink.url, openai=spans)
+    try:
+        client = openai.OpenAI(base_url=llm.url, api_key="none")
+        ask = {**ASK, "model": "recorded", "extra_body": {"return_token_ids": True}}
+        assert client.chat.completions.create(**ask).choices[0].message.content
+        assert sum(1 for _ in client.chat.completions.create(**ask, stream=True)) > 3
+        assert agl.flush()
+    finally:
+        agl.uninstrument()
+    made = sink.named("chat recorded")
+    assert len(made) == 2
+    for span in made:
+        assert span.attributes["agentlightning.call.id"] == "call-of-the-gateway"
+        assert span.attributes["agentlightning.source"] == "sdk"
+        assert span.attributes["gen_ai.request.model"] == "recorded"
+        exact = {"agentlightning.request", "agentlightning.response", "agentlightning.response.token_ids"}
+        assert not exact & set(span.attributes)
 
 
 def test_threads_with_a_copied_context_keep_their_rollout(traced, llm):

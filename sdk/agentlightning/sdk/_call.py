@@ -31,7 +31,8 @@ __all__ = ["Call", "begin"]
 MAX_BODY = 32 << 20
 """Bytes of an answer that are kept. A larger one passes through, is counted, and recorded without its body."""
 CALL_ID_HEADER = "x-agentlightning-call-id"
-"""With it our gateway says which call of its record this is."""
+"""With it our gateway says which call of its record this is. It answers only when it has that on disk, so what is
+recorded of such a call here is its id and who made it."""
 _INJECTED = "agentlightning.injected"
 _propagator = TraceContextTextMapPropagator()
 
@@ -93,7 +94,7 @@ class Call:
         self._sent_headers = request.headers
         self._request = content
         self._status = 0
-        self._headers: Mapping[str, str] = {}
+        self._gateway_call: str | None = None
         self._streamed = False
         self._data = bytearray()
         self._looked = 0  # up to where the end of a stream has been looked for
@@ -109,7 +110,12 @@ class Call:
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
         """The answer's head has come; its body follows by `feed`, or whole by `complete`."""
         self._status = status
-        self._headers = headers
+        self._gateway_call = headers.get(CALL_ID_HEADER)
+        if self._gateway_call is not None and status < 400 and not self.own and self.span.is_recording():
+            self.span.set_attributes({names.SOURCE: "sdk", names.CALL_ID: self._gateway_call})
+            remember(self._sent_headers)
+            self.done = True
+            return
         self._streamed = headers.get("content-type", "").lower().startswith("text/event-stream")
         encoding = headers.get("content-encoding", "identity").strip().lower()
         if encoding == "gzip":
@@ -177,6 +183,8 @@ class Call:
             count("bodies_in_unknown_encoding")
         data = bytes(self._data)
         self._data = bytearray()
+        if self._gateway_call is not None and self._status < 400:
+            return self._refer(self._gateway_call, error)
         answer: Any = None
         text = ""
         if self._streamed:
@@ -191,16 +199,25 @@ class Call:
             error = error or str(self._status)
         self._record(answer if isinstance(answer, dict) else {}, text, error)
 
+    def _refer(self, call: str, error: str | None) -> None:
+        """Our gateway has the bodies and tokens on disk, and it is the truth: this span only says who called."""
+        self.span.set_attributes(
+            {names.SOURCE: "sdk", names.CALL_ID: call, "http.response.status_code": self._status}
+        )
+        if error:
+            self.span.set_attribute(names.ERROR_TYPE, error)
+            self.span.set_status(StatusCode.ERROR, error)
+        self.span.end()
+
     def _record(self, answer: dict[str, Any], text: str, error: str | None) -> None:
         attributes: dict[str, Any] = {
             names.SOURCE: "sdk",
             names.REQUEST: redact_body(self._request.decode("utf-8", "replace"), self._secrets),
         }
         if text:
-            attributes[names.RESPONSE] = redact_body(text, self._secrets)
-        gateway_call = self._headers.get(CALL_ID_HEADER)
-        if gateway_call:
-            attributes[names.CALL_ID] = gateway_call
+            attributes[names.RESPONSE] = redact_body(text, self._secrets, answer)
+        if self._gateway_call is not None:
+            attributes[names.CALL_ID] = self._gateway_call
         facts = _bodies.response_attributes(answer)
         choices = list(_bodies.choices_of(answer)) if answer else []
         if choices:
@@ -226,7 +243,7 @@ class Call:
             getattr(span, "attributes", None) or {}
         ):
             attributes[names.RESPONSE_ID] = facts[names.RESPONSE_ID]
-        if not gateway_call:
+        if self._gateway_call is None:
             self._record_other_choices(attributes, answer, choices)
         span.set_attributes(attributes)
         if own:

@@ -8,9 +8,10 @@ span, whoever wrote it, is searched for the keys that this process was seen to u
 The text is edited in place, never parsed and rendered again: what is not secret stays exact.
 """
 
+import functools
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -49,6 +50,9 @@ _HINTS = (
     'password"',
 )
 
+_NUMBERS = frozenset({"logprobs", "token_ids", "prompt_token_ids"})
+"""Where an answer holds something for each token: a thousand entries, none with fields but the engine's own."""
+
 _seen: dict[str, None] = {}  # in the order of appearance; each operation on it is atomic, so it needs no lock
 
 
@@ -84,15 +88,34 @@ def _remember(secrets: Iterable[str]) -> None:
                 _seen.pop(next(iter(_seen)), None)
 
 
-def redact_body(text: str, secrets: list[str]) -> str:
-    """A JSON body without credentials."""
+def redact_body(text: str, secrets: list[str], parsed: Any = None) -> str:
+    """A JSON body without credentials. `parsed`, where it is at hand, is searched sooner than a long text."""
     for secret in secrets:
         if secret in text:
             text = text.replace(secret, REDACTED)
-    folded = text.lower()
-    if any(hint in folded for hint in _HINTS):
-        text = _FIELD.sub(rf'"\1"\2"{REDACTED}"', text)
-    return text
+    suspicious = any(map(_is_credential, _fields(parsed))) if parsed else _has_hint(text.lower())
+    return _FIELD.sub(rf'"\1"\2"{REDACTED}"', text) if suspicious else text
+
+
+def _has_hint(folded: str) -> bool:
+    return any(hint in folded for hint in _HINTS)
+
+
+@functools.lru_cache(1024)
+def _is_credential(field: str) -> bool:
+    return _has_hint(f'{field.lower()}"')
+
+
+def _fields(value: Any) -> Iterator[str]:
+    """The names of all fields in a parsed body, but for those of each token."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            yield from value
+            left += [item for name, item in value.items() if name not in _NUMBERS]
+        elif isinstance(value, list):
+            left += value
 
 
 def redact_text(text: str) -> str:

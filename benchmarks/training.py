@@ -26,8 +26,8 @@ from peft import LoraConfig, get_peft_model
 from agentlightning.proto.dataset import open_dataset
 from agentlightning.trainer.config import load_config
 from agentlightning.trainer.learner import Learner
-from agentlightning.trainer.loop import learner_settings
 from agentlightning.trainer.model import choose_dtype, load_model
+from agentlightning.trainer.recipe import learner_settings
 from agentlightning.trainer.samples import Sample, build_samples, read_calls
 
 BATCH = 8

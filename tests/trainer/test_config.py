@@ -33,7 +33,7 @@ def test_overrides_win_and_are_typed_by_the_schema() -> None:
         ({}, ["train.steps"], "not an override"),
         ({"train": {"steps": "many"}}, [], r"`train\.steps`: .* got 'many'"),
         ({"engine": {"kind": "vllm"}}, [], r"`engine\.kind`"),
-        ({"algorithm": {"aggregation": "constant"}}, [], "belong together"),
+        ({"algorithm": {"aggregation": "constant"}}, [], "needs constant_length"),
         ({"algorithm": {"gamma": 0.9}}, [], "needs credit=per_call"),
         ({"collector": {"grpc": "127.0.0.1:1"}}, [], "both addresses"),
         ({"run": {"name": "../up"}}, [], "not a valid identifier"),

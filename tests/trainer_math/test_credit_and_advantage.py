@@ -10,13 +10,12 @@ from agentlightning.trainer.advantage import (
     AdvantageSettings,
     Estimator,
     Scored,
-    carry_back,
-    estimate,
     score,
-    whiten,
 )
 from agentlightning.trainer.aggregate import sample_weights
 from agentlightning.trainer.credit import CreditSettings, Outcome, Step, assign
+from agentlightning.trainer.estimators import estimate
+from agentlightning.trainer.returns import carry_back, whiten
 from agentlightning.trainer.samples import Call, Sample, SampleSet, build_samples
 
 BASELINED: list[Estimator] = ["grpo", "dr_grpo", "rloo"]

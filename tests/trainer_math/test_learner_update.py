@@ -13,7 +13,7 @@ from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer.advantage import AdvantageSettings, Outcome, Scored, score
 from agentlightning.trainer.aggregate import sample_weights
 from agentlightning.trainer.learner import Learner, LearnerSettings, LoraSettings, UpdateResult
-from agentlightning.trainer.loss import LossSettings
+from agentlightning.trainer.objective import LossSettings
 from agentlightning.trainer.samples import Sample, SampleSet
 
 Model = Callable[..., Any]
@@ -127,7 +127,7 @@ def test_splitting_or_duplicating_a_rollouts_samples_changes_no_gradient(
         assert len(changed) > len(pairs)
     else:
         changed = pairs + [(s, a) for s, a in pairs if s.rollout_id == pairs[0][0].rollout_id]
-    settings = replace(PLAIN, loss=LossSettings(kind, veto=None))  # the veto is of a sample
+    settings = replace(PLAIN, loss=LossSettings(kind))
     plain, _ = update(tiny_llama(), settings, scored.samples, scored.advantages)
     other, _ = update(tiny_llama(), settings, *zip(*changed, strict=True))
     assert_same(plain, other)

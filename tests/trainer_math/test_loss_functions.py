@@ -6,26 +6,24 @@ from torch import Tensor
 
 from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer.loss import (
-    LossKind,
-    LossSettings,
     cispo,
     divergence,
     gspo,
-    importance,
-    log_ratio,
     ppo,
     reinforce,
     token_loss,
 )
+from agentlightning.trainer.mismatch import correct, log_ratio
+from agentlightning.trainer.objective import LossKind, LossSettings
 
 KINDS: list[LossKind] = ["ppo", "reinforce", "gspo", "cispo"]
-SAMPLE = torch.tensor([0, 0, 0, 1, 1, 2])
+CALL = torch.tensor([0, 0, 0, 1, 1, 2])
 
 
 def gradient(settings: LossSettings, logp: Tensor, logp_old: Tensor, advantages: Tensor) -> Tensor:
     logp = logp.clone().requires_grad_()
     losses = token_loss(
-        settings, logp=logp, logp_old=logp_old, logp_sampler=logp_old, advantages=advantages, sample=SAMPLE
+        settings, logp=logp, logp_old=logp_old, logp_sampler=logp_old, advantages=advantages, call=CALL
     )
     (result,) = torch.autograd.grad(losses.loss.sum(), logp)
     return result
@@ -35,7 +33,7 @@ def gradient(settings: LossSettings, logp: Tensor, logp_old: Tensor, advantages:
 def test_on_policy_all_gradients_are_those_of_reinforce(kind: LossKind) -> None:
     torch.manual_seed(0)
     logp = -torch.rand(6, dtype=torch.float64)
-    advantages = torch.tensor([0.3, -2.0, 1.1], dtype=torch.float64)[SAMPLE]
+    advantages = torch.tensor([0.3, -2.0, 1.1], dtype=torch.float64)[CALL]
     result = gradient(LossSettings(kind), logp, logp.clone(), advantages)
     torch.testing.assert_close(result, -advantages)
 
@@ -65,9 +63,9 @@ def test_gspo_has_the_gradient_of_the_clipped_geometric_mean() -> None:
         old = -torch.rand(6, dtype=torch.float64)
         logp = (old + 0.3 * torch.randn(6, dtype=torch.float64)).requires_grad_()
         advantages = torch.randn(3, dtype=torch.float64)
-        means = torch.stack([(logp - old)[k == SAMPLE].mean() for k in range(3)]).exp()
-        value = -torch.minimum(means * advantages, means.clamp(0.8, 1.28) * advantages)[SAMPLE]
-        loss, _ = gspo(logp, log_ratio(logp, old), advantages[SAMPLE], SAMPLE, 0.2, 0.28)
+        means = torch.stack([(logp - old)[k == CALL].mean() for k in range(3)]).exp()
+        value = -torch.minimum(means * advantages, means.clamp(0.8, 1.28) * advantages)[CALL]
+        loss, _ = gspo(logp, log_ratio(logp, old), advantages[CALL], CALL, 0.2, 0.28)
         torch.testing.assert_close(loss, value)
         (exact,) = torch.autograd.grad(value.sum(), logp, retain_graph=True)
         (result,) = torch.autograd.grad(loss.sum(), logp)
@@ -106,18 +104,18 @@ def test_the_clip_stops_the_gradient_on_the_right_side_only() -> None:
     assert loss[-1] == 3.0
 
 
-def test_weights_are_truncated_and_a_sample_with_a_vanishing_one_is_vetoed_whole() -> None:
+def test_weights_are_truncated_and_a_call_with_a_vanishing_one_is_vetoed_whole() -> None:
     old = torch.tensor([-1.0, -1.0, -1.0, -15.0, -1.0, -1.0])
     sampler = torch.tensor([-1.0, -9.0, -2.0, -1.0, -1.0, -1.5])
-    weight, truncated, vetoed = importance(old, sampler, SAMPLE, cap=2.0, veto=1e-4)
-    assert weight.max() <= 2
-    assert truncated.tolist() == [False, True, True, False, False, False]
-    assert vetoed.tolist() == [False, False, False, True, True, False]
+    correction = correct(old, sampler, CALL, cap=2.0, veto=1e-4)
+    assert correction.weight.max() <= 2
+    assert correction.truncated.tolist() == [False, True, True, False, False, False]
+    assert correction.vetoed.tolist() == [False, False, False, True, True, False]
     losses = token_loss(
-        LossSettings(), logp=old, logp_old=old, logp_sampler=sampler, advantages=torch.ones(6), sample=SAMPLE
+        LossSettings(), logp=old, logp_old=old, logp_sampler=sampler, advantages=torch.ones(6), call=CALL
     )
     assert losses.loss[3:5].tolist() == [0, 0]
-    assert importance(old, sampler, SAMPLE, cap=None, veto=None)[0].tolist() == [1.0] * 6
+    assert correct(old, sampler, CALL, cap=None, veto=None).weight.tolist() == [1.0] * 6
 
 
 def test_extreme_ratios_stay_finite() -> None:
@@ -131,7 +129,7 @@ def test_extreme_ratios_stay_finite() -> None:
                 logp_old=old,
                 logp_sampler=torch.zeros(2),
                 advantages=torch.full((2,), sign),
-                sample=torch.tensor([0, 1]),
+                call=torch.tensor([0, 1]),
             )
             assert losses.loss.isfinite().all()
 
@@ -165,7 +163,7 @@ def test_no_tokens_give_a_finite_zero() -> None:
             logp_old=nothing,
             logp_sampler=nothing,
             advantages=nothing,
-            sample=torch.zeros(0, dtype=torch.int64),
+            call=torch.zeros(0, dtype=torch.int64),
         )
         assert losses.loss.sum() == 0
 

@@ -230,7 +230,7 @@ def test_what_is_left_out_is_named_and_counted(one_call: OneCall) -> None:
     calls = [
         c if c.policy else Call(**{n: getattr(c, n) for n in Call.__slots__} | {"policy": "p"}) for c in calls
     ]
-    result = build_samples(calls, agents=[None, "x"], policy="p", exclude={"torn": "incomplete_rollout"})
+    result = build_samples(calls, agents=["", "x"], policy="p", exclude={"torn": "incomplete_rollout"})
     assert result.tokens_left_out == {
         "call_error": 2,
         "aborted": 1,

@@ -10,7 +10,8 @@ from torch import Tensor
 from agentlightning.trainer.advantage import AdvantageSettings, Estimator, score
 from agentlightning.trainer.aggregate import sample_weights
 from agentlightning.trainer.credit import CreditSettings, Outcome
-from agentlightning.trainer.loss import LossKind, LossSettings, token_loss
+from agentlightning.trainer.loss import token_loss
+from agentlightning.trainer.objective import LossKind, LossSettings
 from agentlightning.trainer.samples import Call, build_samples
 
 ACTIONS, SIZE, GROUPS = 3, 4, 1500
@@ -130,7 +131,7 @@ def test_the_mean_estimated_gradient_is_the_exact_one(
         logp_old=logp.detach(),
         logp_sampler=gather([s.logprobs for s in scored.samples]),
         advantages=gather(list(scored.advantages)),
-        sample=rows.repeat_interleave(2),
+        call=torch.arange(2 * len(a)),
     )
     weights = torch.from_numpy(sample_weights("rollout-mean", scored.samples)).repeat_interleave(2)
     g1, g2 = torch.autograd.grad((losses.loss * weights).sum(), (logits1, logits2))

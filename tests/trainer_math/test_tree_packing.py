@@ -50,7 +50,7 @@ def test_packed_equals_padded_in_values_and_gradients(
     model.zero_grad()
     for numbers in plan(samples, max_tokens):
         packed = pack(samples, numbers)
-        logp, _ = forward(model, packed)
+        logp, *_ = forward(model, packed)
         total = logp.new_zeros(())
         for k, i in enumerate(numbers):
             rows = np.nonzero(packed.sample == k)[0]
@@ -130,7 +130,7 @@ def test_an_advantage_on_one_token_reaches_the_logits_before_it_alone(
     packed = pack(samples, list(range(len(samples))))
     for chosen in (0, len(packed.row) // 2, len(packed.row) - 1):
         captured.clear()
-        logp, _ = forward(model, packed)
+        logp, *_ = forward(model, packed)
         logp[chosen].backward()
         gradient = captured[0].grad
         assert gradient is not None
@@ -146,7 +146,7 @@ def test_tokens_that_were_not_sampled_get_no_gradient(
     # Token 30 occurs only as an observation: as a target its output row gets no pull towards it.
     sample = one_sample([1, 2, 3, 30, 4, 5], (2, 3), (4, 6))
     model = tiny_llama()
-    logp, _ = forward(model, pack([sample], [0]))
+    logp, *_ = forward(model, pack([sample], [0]))
     assert len(logp) == 3
     logp.sum().backward()
     # The gradient of an output row is Σ (target − p)·h: for a token that is never a target all terms are −p·h.
@@ -167,7 +167,7 @@ def test_each_segment_is_read_at_its_own_temperature(
     model = tiny_llama()
     packed = pack([cold, warm], [0, 1])
     assert packed.rows.tolist() == [1, 1, 2, 2]
-    logp, _ = forward(model, packed)
+    logp, *_ = forward(model, packed)
     logits = model(input_ids=torch.tensor([[1, 2, 3, 4]])).logits[0]
     for k, temperature in enumerate((0.5, 1.0)):
         expected = (logits[[1, 2]] / temperature).log_softmax(-1)[[0, 1], [3, 4]]
@@ -180,12 +180,12 @@ def test_logits_in_chunks_change_nothing(
     samples = list(random_batch(4).samples)
     model = tiny_llama()
     packed = pack(samples, list(range(len(samples))))
-    whole, spread = forward(model, packed, entropy=True)
+    whole, spread, _ = forward(model, packed, entropy=True)
     whole.sum().backward()
     before = gradients(model)
     model.zero_grad()
     monkeypatch.setattr(packing, "OUTPUT_ROWS", 7)
-    chunked, spread_too = forward(model, packed, entropy=True)
+    chunked, spread_too, _ = forward(model, packed, entropy=True)
     chunked.sum().backward()
     torch.testing.assert_close(chunked, whole)
     assert spread is not None
@@ -198,7 +198,7 @@ def test_entropy_is_that_of_the_whole_distribution(
     tiny_llama: Model, one_sample: Callable[..., Sample]
 ) -> None:
     model = tiny_llama()
-    _, spread = forward(model, pack([one_sample([1, 2, 3], (2, 3))], [0]), entropy=True)
+    _, spread, _ = forward(model, pack([one_sample([1, 2, 3], (2, 3))], [0]), entropy=True)
     logits = model(input_ids=torch.tensor([[1, 2]])).logits[0, -1]
     torch.testing.assert_close(spread, torch.distributions.Categorical(logits=logits).entropy()[None])
 

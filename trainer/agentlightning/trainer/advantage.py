@@ -1,7 +1,7 @@
 """Advantages: how much better a rollout did than the others of its group.
 
-Estimators work on the values of one group, one per rollout, so neither the number of a rollout's samples nor their
-lengths weigh. `score` joins credit and estimator and spreads the result over the sampled tokens.
+Estimators work on one value per rollout, so neither the number of a rollout's samples nor their lengths weigh. `score`
+joins credit and estimator and spreads the result over the sampled tokens.
 
 | estimator | formula | source |
 |---|---|---|
@@ -11,13 +11,16 @@ lengths weigh. `score` joins credit and estimator and spreads the result over th
 | `reinforce` | r_i | Williams 1992 |
 | `reinforce++` | r_i; the learner adds −β·k1 per token and whitens over all sampled tokens | Hu 2025, arXiv 2501.03262 |
 | `reinforce++-baseline` | r_i − mean, divided by the deviation over the batch | the same |
+| `gae` | the learner's: δ_t = R_t + γV_{t'} − V_t, A_t = δ_t + γλA_{t'}, then whitened | PPO, arXiv 1707.06347; `value` |
+| `gigpo` | r_i − mean, plus ω·(return − mean over the calls made in the same state) | arXiv 2505.10978; `states` |
+| `tree` | V(node) − V(parent), V the mean reward of the rollouts below | `states` |
 
-A group of one, or one whose rewards are all equal, says nothing: every estimator with a baseline gives exactly 0.
+Every estimator with a baseline gives a group of one, or one whose rewards are all equal, exactly 0.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -25,25 +28,30 @@ import numpy.typing as npt
 
 from agentlightning.proto.errors import ConfigError, nearest
 from agentlightning.trainer.credit import Credit, CreditSettings, Outcome, Step, assign
+from agentlightning.trainer.estimators import Floats, estimate
+from agentlightning.trainer.returns import last_tokens
 from agentlightning.trainer.samples import Sample, SampleSet
+from agentlightning.trainer.states import Anchor, anchors, tree_advantages, visits
 
 __all__ = [
+    "BASELINED",
     "AdvantageSettings",
     "CreditSettings",
     "Estimator",
     "GroupStats",
     "Outcome",
     "Scored",
-    "carry_back",
-    "estimate",
+    "check_credit",
     "score",
-    "whiten",
 ]
 
-Estimator = Literal["dr_grpo", "grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline"]
-Floats = npt.NDArray[np.float64]
+Estimator = Literal[
+    "dr_grpo", "grpo", "rloo", "reinforce", "reinforce++", "reinforce++-baseline", "gae", "gigpo", "tree"
+]
 TokenFloats = npt.NDArray[np.float32]
 
+BASELINED = frozenset({"dr_grpo", "grpo", "rloo", "reinforce++-baseline", "gigpo", "tree"})
+"""Estimators that compare the rollouts of a group with each other."""
 POLICY_CAUSES = frozenset({"agent_error", "timeout", "context_overflow"})
 """Causes of failure that a policy can be blamed for. The others never enter a group's statistics."""
 
@@ -53,6 +61,12 @@ class AdvantageSettings:
     estimator: Estimator = "dr_grpo"
     scored_causes: tuple[str, ...] = ()
     """Failed rollouts that are scored all the same, by cause: agent_error, timeout, context_overflow."""
+    omega: float = 1.0
+    """Weight of the state's part of `gigpo`."""
+    anchor: Anchor = "prompt"
+    """What makes two states of `gigpo` the same."""
+    gamma: float = 1.0
+    """Discount per call of the returns that `gigpo` compares."""
 
     def __post_init__(self) -> None:
         if self.estimator not in get_args(Estimator):
@@ -65,6 +79,30 @@ class AdvantageSettings:
                 raise ConfigError(
                     f"Rollouts that failed with cause {cause!r} cannot be scored.{nearest(cause, POLICY_CAUSES)}"
                 )
+        if self.anchor not in get_args(Anchor):
+            raise ConfigError(f"There is no anchor {self.anchor!r}.{nearest(self.anchor, get_args(Anchor))}")
+        if self.estimator != "gigpo" and (self.omega, self.anchor, self.gamma) != (1.0, "prompt", 1.0):
+            raise ConfigError(
+                f"omega, anchor and gamma belong to the estimator 'gigpo', not {self.estimator!r}."
+            )
+        if self.omega < 0 or not 0 <= self.gamma <= 1:
+            raise ConfigError("omega must not be negative, and gamma must lie between 0 and 1.")
+
+
+def check_credit(credit: CreditSettings, advantage: AdvantageSettings) -> None:
+    """Raise a ConfigError unless credit and estimator make sense together."""
+    if advantage.estimator in ("gigpo", "tree") and credit.mode != "final":
+        raise ConfigError(
+            f"The estimator {advantage.estimator!r} gives every call its own credit from the rollout's reward: "
+            "it needs credit 'final'."
+        )
+    if advantage.estimator == "gae" and credit.mode not in ("final", "per_call"):
+        raise ConfigError(
+            "The estimator 'gae' carries rewards back from where they fall: it needs credit 'final' (the rollout's "
+            "reward, at its last token) or 'per_call' (those of the calls too)."
+        )
+    if advantage.estimator == "gae" and credit.gamma != 1.0:
+        raise ConfigError("The estimator 'gae' discounts per token, not per call: set the value's gamma.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,33 +143,52 @@ def score(
     changes no statistics and its tokens are left out, counted.
     """
     credit, advantage = credit or CreditSettings(), advantage or AdvantageSettings()
+    check_credit(credit, advantage)
     steps = _steps(sample_set)
+    scored: dict[str, Outcome] = {}
     credits: dict[str, list[Credit]] = {}
     groups: dict[str, str] = {}
-    rewards: dict[str, float] = {}
     refused: dict[str, str] = {}
+    returns: dict[str, list[Credit]] = {}  # per call, of gigpo
+    to_come = CreditSettings("per_call", advantage.gamma)
     for outcome in sorted(outcomes, key=lambda o: o.rollout_id):
-        assigned = _refusal(outcome, advantage) or assign(credit, outcome, steps.get(outcome.rollout_id, ()))
-        if isinstance(assigned, str):
-            refused[outcome.rollout_id] = assigned
+        of = steps.get(outcome.rollout_id, ())
+        if outcome.cause in advantage.scored_causes and outcome.reward is None:
+            outcome = replace(outcome, reward=0.0)
+        assigned = _refusal(outcome, advantage) or assign(credit, outcome, of)
+        earned = assign(to_come, outcome, of) if advantage.estimator == "gigpo" else []
+        if isinstance(assigned, str) or isinstance(earned, str):
+            refused[outcome.rollout_id] = assigned if isinstance(assigned, str) else str(earned)
             continue
-        credits[outcome.rollout_id] = assigned
+        scored[outcome.rollout_id] = outcome
+        credits[outcome.rollout_id], returns[outcome.rollout_id] = assigned, earned
         # A rollout that nobody grouped is a group of its own.
         groups[outcome.rollout_id] = outcome.rollout_id if outcome.group_id is None else outcome.group_id
-        if outcome.reward is not None:
-            rewards[outcome.rollout_id] = outcome.reward
-    per_call, with_signal = _per_call(credits, groups, advantage.estimator)
-    samples, advantages, left_out = [], [], Counter(sample_set.tokens_left_out)
+    samples = [sample for sample in sample_set.samples if sample.rollout_id in scored]
+    match advantage.estimator:
+        case "gae":
+            advantages = _token_rewards(samples, scored, steps if credit.mode == "per_call" else {})
+            with_signal = set(groups.values())  # the values are a baseline of their own
+        case "gigpo":
+            per_call = _gigpo(samples, credits, returns, groups, advantage)
+            advantages, with_signal = _spread(samples, per_call, groups)
+        case "tree":
+            calls = list(visits(samples))
+            rewards = {rollout_id: of[0].value for rollout_id, of in credits.items()}
+            values = tree_advantages(calls, groups, rewards)
+            keys = [(call.rollout_id, call.call_id) for call in calls]
+            advantages, with_signal = _spread(samples, dict(zip(keys, values.tolist(), strict=True)), groups)
+        case estimator:
+            advantages, with_signal = _spread(samples, _by_slot(credits, groups, estimator), groups)
+            if estimator == "reinforce++":
+                with_signal = set(groups.values())  # its baseline is the mean of the batch
+    left_out = Counter(sample_set.tokens_left_out)
     for sample in sample_set.samples:
-        if sample.rollout_id not in credits:
+        if sample.rollout_id not in scored:
             left_out[refused.get(sample.rollout_id, "no_outcome")] += sample.trained
-            continue
-        samples.append(sample)
-        advantages.append(_spread(sample, per_call))
     refusals = Counter(refused.values())
-    refusals["no_outcome"] += len(
-        {s.rollout_id for s in sample_set.samples} - credits.keys() - refused.keys()
-    )
+    refusals["no_outcome"] += len({s.rollout_id for s in sample_set.samples} - scored.keys() - refused.keys())
+    rewards = {rollout_id: o.reward for rollout_id, o in scored.items() if o.reward is not None}
     return Scored(
         samples=tuple(samples),
         advantages=tuple(advantages),
@@ -139,87 +196,6 @@ def score(
         refused_rollouts=+refusals,
         tokens_left_out=+left_out,
     )
-
-
-def estimate(estimator: Estimator, values: Floats, groups: npt.NDArray[np.int64]) -> Floats:
-    """Advantages of a batch: one value per rollout, and the number of its group."""
-    result = np.zeros(len(values))
-    # Sorted within the group, so that the order of rows cannot change a rounding.
-    for group in np.unique(groups):
-        rows = np.nonzero(groups == group)[0]
-        rows = rows[np.argsort(values[rows], kind="stable")]
-        result[rows] = _ESTIMATORS[estimator](values[rows])
-    if estimator == "reinforce++-baseline":
-        # Each group's mean is 0 already: only the scale is left to whiten, and 0 stays exactly 0.
-        return result / (np.sqrt(np.mean(np.sort(result**2))) + 1e-8) if len(result) else result
-    return result
-
-
-def carry_back(
-    samples: Sequence[Sample], token_rewards: Sequence[TokenFloats], *, gamma: float = 1.0
-) -> list[TokenFloats]:
-    """Returns of token rewards: what each sampled token and those sampled after it in its rollout earned.
-
-    Carried from call to call through the observations in between, across a rollout's samples.
-    """
-    returns = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
-    rollouts: dict[str, list[tuple[int, str, int, int, int]]] = {}
-    for i, sample in enumerate(samples):
-        for segment in sample.segments:
-            place = (segment.seq, segment.call_id, i, segment.start, segment.end)
-            rollouts.setdefault(sample.rollout_id, []).append(place)
-    for places in rollouts.values():
-        carried = 0.0
-        for _, _, i, start, end in sorted(places, reverse=True):
-            for t in range(end - 1, start - 1, -1):
-                carried = float(token_rewards[i][t]) + gamma * carried
-                returns[i][t] = carried
-    return returns
-
-
-def whiten(samples: Sequence[Sample], advantages: Sequence[TokenFloats]) -> list[TokenFloats]:
-    """Mean 0 and deviation 1 over all sampled tokens of the batch; all 0 if they are all the same."""
-    if not samples:
-        return []
-    values = np.sort(
-        np.concatenate([a[s.mask] for s, a in zip(samples, advantages, strict=True)]).astype(np.float64)
-    )
-    if not values.size or values[0] == values[-1]:
-        return [np.zeros_like(a) for a in advantages]
-    mean, deviation = values.mean(), values.std() + 1e-8
-    whitened = [((a - mean) / deviation).astype(np.float32) for a in advantages]
-    return [np.where(s.mask, a, np.float32(0)) for s, a in zip(samples, whitened, strict=True)]
-
-
-def _no_signal(values: Floats) -> bool:
-    return len(values) < 2 or values[0] == values[-1]  # sorted
-
-
-def _dr_grpo(values: Floats) -> Floats:
-    return np.zeros_like(values) if _no_signal(values) else values - values.mean()
-
-
-def _grpo(values: Floats) -> Floats:
-    return (
-        np.zeros_like(values)
-        if _no_signal(values)
-        else (values - values.mean()) / (values.std(ddof=1) + 1e-6)
-    )
-
-
-def _rloo(values: Floats) -> Floats:
-    n = len(values)
-    return np.zeros_like(values) if _no_signal(values) else (values - values.mean()) * n / (n - 1)
-
-
-_ESTIMATORS: dict[str, Callable[[Floats], Floats]] = {
-    "dr_grpo": _dr_grpo,
-    "grpo": _grpo,
-    "rloo": _rloo,
-    "reinforce": np.copy,
-    "reinforce++": np.copy,
-    "reinforce++-baseline": _dr_grpo,
-}
 
 
 def _refusal(outcome: Outcome, settings: AdvantageSettings) -> str | None:
@@ -245,30 +221,75 @@ def _steps(sample_set: SampleSet) -> dict[str, list[Step]]:
     return {rollout_id: [of[key] for key in sorted(of)] for rollout_id, of in calls.items()}
 
 
-def _per_call(
+PerCall = Mapping[tuple[str, str], float]
+
+
+def _by_slot(
     credits: Mapping[str, Sequence[Credit]], groups: Mapping[str, str], estimator: Estimator
-) -> tuple[dict[tuple[str, str], float], set[str]]:
-    """The advantage of each call, and the groups that have one other than 0."""
+) -> PerCall:
+    """The advantage of each call: its credit against those of the same slot in the other rollouts of the group."""
     entries = [(rollout_id, credit) for rollout_id, of in credits.items() for credit in of]
     numbers: dict[tuple[str, str], int] = {}
     slots = [numbers.setdefault((groups[r], credit.slot), len(numbers)) for r, credit in entries]
     values = np.array([credit.value for _, credit in entries], np.float64)
     advantages = estimate(estimator, values, np.array(slots, np.int64))
-    per_call: dict[tuple[str, str], float] = {}
-    with_signal = set()
-    for (rollout_id, credit), value in zip(entries, advantages.tolist(), strict=True):
-        if value:
-            with_signal.add(groups[rollout_id])
-        for call_id in credit.call_ids:
-            per_call[rollout_id, call_id] = value
-    return per_call, with_signal
+    return {
+        (rollout_id, call_id): value
+        for (rollout_id, credit), value in zip(entries, advantages.tolist(), strict=True)
+        for call_id in credit.call_ids
+    }
 
 
-def _spread(sample: Sample, per_call: Mapping[tuple[str, str], float]) -> TokenFloats:
-    advantages = np.zeros(len(sample.token_ids), np.float32)
-    for segment in sample.segments:
-        advantages[segment.start : segment.end] = per_call.get((sample.rollout_id, segment.call_id), 0.0)
-    return advantages
+def _gigpo(
+    samples: Sequence[Sample],
+    credits: Mapping[str, Sequence[Credit]],
+    returns: Mapping[str, Sequence[Credit]],
+    groups: Mapping[str, str],
+    settings: AdvantageSettings,
+) -> PerCall:
+    of_rollout = _by_slot(credits, groups, "dr_grpo")
+    earned = {(r, call_id): c.value for r, of in returns.items() for c in of for call_id in c.call_ids}
+    calls = list(visits(samples))
+    keys = [(call.rollout_id, call.call_id) for call in calls]
+    values: Floats = np.array([earned[key] for key in keys], np.float64)
+    of_state = estimate("dr_grpo", values, anchors(calls, groups, settings.anchor)).tolist()
+    return {key: of_rollout[key] + settings.omega * value for key, value in zip(keys, of_state, strict=True)}
+
+
+def _token_rewards(
+    samples: Sequence[Sample], scored: Mapping[str, Outcome], steps: Mapping[str, Sequence[Step]]
+) -> list[TokenFloats]:
+    """Rewards where they fall: a call's own at its last token, the rollout's at the last token of all.
+
+    What a call that is not trained earned falls to the trained call before it, which led there.
+    """
+    of_call: dict[tuple[str, str], float] = {}
+    for rollout_id, of in steps.items():
+        latest = None
+        for step in of:
+            latest = step.call_id if step.trained else latest
+            if latest is not None and step.reward is not None:
+                of_call[rollout_id, latest] = of_call.get((rollout_id, latest), 0.0) + step.reward
+    rewards = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+    for i, sample in enumerate(samples):
+        for segment in sample.segments:
+            rewards[i][segment.end - 1] += of_call.get((sample.rollout_id, segment.call_id), 0.0)
+    for i, _, end in last_tokens(samples):
+        rewards[i][end - 1] += scored[samples[i].rollout_id].reward or 0.0
+    return rewards
+
+
+def _spread(
+    samples: Sequence[Sample], per_call: PerCall, groups: Mapping[str, str]
+) -> tuple[list[TokenFloats], set[str]]:
+    """One number per sampled token, and the groups that have one other than 0."""
+    advantages = []
+    for sample in samples:
+        spread = np.zeros(len(sample.token_ids), np.float32)
+        for segment in sample.segments:
+            spread[segment.start : segment.end] = per_call.get((sample.rollout_id, segment.call_id), 0.0)
+        advantages.append(spread)
+    return advantages, {groups[rollout_id] for (rollout_id, _), value in per_call.items() if value}
 
 
 def _statistics(

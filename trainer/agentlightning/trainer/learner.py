@@ -21,24 +21,21 @@ import torch
 from torch import Tensor
 
 from agentlightning.proto.errors import ConfigError
-from agentlightning.trainer.advantage import carry_back, whiten
+from agentlightning.trainer.adapters import LoraSettings, remove_dropout, with_lora
 from agentlightning.trainer.aggregate import Aggregate, check_aggregate, sample_weights
 from agentlightning.trainer.batch import Batch, TokenFloats, Totals, known, scatter
-from agentlightning.trainer.loss import LossSettings, divergence, token_loss
+from agentlightning.trainer.loss import divergence, token_loss
+from agentlightning.trainer.memory import PeakMemory
 from agentlightning.trainer.model import choose_dtype, save_weights
+from agentlightning.trainer.objective import LossSettings
 from agentlightning.trainer.pack import Packed, check_depth, check_model, forward, pack, plan
+from agentlightning.trainer.returns import carry_back, gae, whiten
 from agentlightning.trainer.samples import Sample
+from agentlightning.trainer.value import ValueHead, ValueSettings, value_loss
 
 __all__ = ["Learner", "LearnerSettings", "LoraSettings", "UpdateResult"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoraSettings:
-    rank: int = 16
-    alpha: float = 32.0
-    target_modules: str | tuple[str, ...] = "all-linear"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +60,9 @@ class LearnerSettings:
     """Optimiser steps that a batch is split into, by rollout."""
     epochs: int = 1
     whiten: bool = False
-    """Advantages to mean 0 and deviation 1 over all sampled tokens; the estimator `reinforce++` needs it."""
+    """Advantages to mean 0 and deviation 1 over all sampled tokens; the estimators `reinforce++` and `gae` need it."""
+    value: ValueSettings | None = None
+    """PPO's value head: `update` is then given token rewards, and makes the advantages itself (GAE)."""
     seed: int = 0
     loss: LossSettings = field(default_factory=LossSettings)
 
@@ -85,6 +84,8 @@ class UpdateResult:
     logprobs: list[TokenFloats | None]
     """log π_old of every sample, parallel to its tokens, 0 where the mask is false. None: not computed, because nothing
     of the sample could change the weights."""
+    advantages: list[TokenFloats]
+    """What the loss was given: with KL in the reward, whitened, or made from values, where the settings say so."""
     stepped: bool
     """False if the weights are what they were."""
 
@@ -105,8 +106,8 @@ class Learner:
         torch.manual_seed(self.settings.seed)
         self.model = model
         """The causal language model; LoRA layers are put into it."""
-        self._peft = _with_lora(model, self.settings.lora) if self.settings.lora else None
-        _remove_dropout(model)
+        self._peft = with_lora(model, self.settings.lora) if self.settings.lora else None
+        remove_dropout(model)
         model.eval()
         if self.settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -116,11 +117,21 @@ class Learner:
         self.trainable: dict[str, torch.nn.Parameter] = {
             n: p for n, p in model.named_parameters() if p.requires_grad
         }
+        self.memory = PeakMemory(self.device)
+        self.value_head: ValueHead | None = None
+        self._policy = list(self.trainable.values())
+        groups: list[dict[str, Any]] = [{"params": self._policy, "lr": self.settings.lr}]
+        if self.settings.value is not None:
+            self.value_head = ValueHead(model.get_input_embeddings().weight.shape[1], self.device)
+            head = {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
+            groups.append({"params": list(head.values()), "lr": self.settings.value.lr, "weight_decay": 0.0})
+            self.trainable |= head  # last, as in the optimiser's groups
+        self._rates = [group["lr"] for group in groups]
         self._reference: dict[str, Tensor] | None = None
         if self.settings.loss.kl_beta and self._peft is None:
             self._reference = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.optimizer = torch.optim.AdamW(
-            self.trainable.values(),
+            groups,
             lr=self.settings.lr,
             betas=self.settings.betas,
             eps=self.settings.eps,
@@ -129,23 +140,14 @@ class Learner:
         )
 
     def update(self, samples: Sequence[Sample], advantages: Sequence[TokenFloats]) -> UpdateResult:
-        """One batch: `epochs` × `minibatches` optimiser steps. Samples without any signal are not computed."""
+        """One batch: `epochs` × `minibatches` optimiser steps. Samples without any signal are not computed.
+
+        `advantages` are parallel to the tokens of each sample; with a value head they are rewards.
+        """
         settings, began = self.settings, time.perf_counter()
         if len(samples) != len(advantages):
             raise ValueError(f"There are {len(samples)} samples, but {len(advantages)} arrays of advantages.")
-        steps = settings.minibatches * settings.epochs
-        penalised = bool(settings.loss.kl_beta)
-        in_reward = penalised and settings.loss.kl_in == "reward"
-        old: list[TokenFloats | None] = [None] * len(samples)
-        if steps > 1 or in_reward:
-            old = list(self.logprobs(samples))
-        reference = self._reference_logprobs(samples) if penalised else None
-        if in_reward:
-            assert reference is not None
-            advantages = self._penalise(samples, advantages, old, reference)
-        if settings.whiten:
-            advantages = whiten(samples, advantages)
-        batch = Batch(samples, advantages, old, reference, fixed_old=steps > 1 or in_reward)
+        batch = self._prepare(samples, advantages)
         totals = Totals()
         stepped = False
         for epoch in range(settings.epochs):
@@ -153,25 +155,66 @@ class Learner:
                 stepped |= self._optimise(batch, numbers, totals)
         self.version += stepped
         metrics = totals.metrics()
+        metrics |= {f"peak_memory_{name}_mib": peak for name, peak in self.memory.take().items()}
         metrics["seconds"] = time.perf_counter() - began
         metrics["lr"] = self.optimizer.param_groups[0]["lr"]
-        return UpdateResult(metrics, batch.old, stepped)
+        return UpdateResult(metrics, batch.old, list(batch.advantages), stepped)
 
-    @torch.no_grad()
     def logprobs(self, samples: Sequence[Sample]) -> list[TokenFloats]:
         """log π of the trained tokens, parallel to each sample's tokens."""
-        result = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+        return self._evaluate(samples)[0]
+
+    def values(self, samples: Sequence[Sample]) -> list[TokenFloats]:
+        """V of the state in which each trained token was sampled, parallel to each sample's tokens."""
+        return self._evaluate(samples)[1]
+
+    @torch.no_grad()
+    def _evaluate(self, samples: Sequence[Sample]) -> tuple[list[TokenFloats], list[TokenFloats]]:
+        """log π, and V (0 without a value head)."""
+        logps = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
+        values = [np.zeros(len(sample.token_ids), np.float32) for sample in samples]
         for numbers in plan(samples, self.settings.max_tokens):
             packed = pack(samples, numbers)
             check_depth(self.model, packed)
             with self._computing():
-                logp, _ = forward(self.model, packed)
-            scatter(result, packed, logp)
-        return result
+                outputs = forward(self.model, packed)
+            scatter(logps, packed, outputs.logp)
+            if self.value_head is not None:
+                scatter(values, packed, self.value_head(outputs.hidden).cpu()[packed.row])
+        return logps, values
 
-    @torch.no_grad()
+    def _prepare(self, samples: Sequence[Sample], advantages: Sequence[TokenFloats]) -> Batch:
+        """What the loss compares with, and the advantages as it needs them."""
+        settings = self.settings
+        loss, value = settings.loss, settings.value
+        in_reward = bool(loss.kl_beta) and loss.kl_in == "reward"
+        fixed_old = settings.minibatches * settings.epochs > 1 or in_reward or value is not None
+        old: list[TokenFloats | None] = [None] * len(samples)
+        values: list[TokenFloats] = []
+        with self.memory.phase("logprobs"):
+            if fixed_old:
+                logps, values = self._evaluate(samples)
+                old = list(logps)
+            reference = self._reference_logprobs(samples) if loss.kl_beta else None
+        returns = None
+        costs = self._costs(samples, old, reference) if in_reward and reference is not None else None
+        if value is not None:
+            rewards = advantages if costs is None else [a + c for a, c in zip(advantages, costs, strict=True)]
+            advantages, returns = gae(samples, rewards, values, gamma=value.gamma, lam=value.lam)
+        elif costs is not None:
+            advantages = [a + c for a, c in zip(advantages, carry_back(samples, costs), strict=True)]
+        if settings.whiten:
+            advantages = whiten(samples, advantages)
+        return Batch(
+            samples, advantages, old, reference, None if value is None else values, returns, fixed_old
+        )
+
     def merged_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The weights as a plain model has them, LoRA merged in, on the CPU. The model itself is not changed."""
+        with self.memory.phase("merge"), torch.no_grad():
+            return self._merged(dtype)
+
+    def _merged(self, dtype: torch.dtype) -> dict[str, Tensor]:
         deltas = {
             f"{name}.weight": module.get_delta_weight("default")
             for name, module in self.model.named_modules()
@@ -248,7 +291,9 @@ class Learner:
         chosen = [batch.samples[i] for i in numbers]
         weights = sample_weights(settings.aggregate, chosen, constant_length=settings.constant_length)
         regularised = bool(
-            settings.loss.entropy_bonus or (settings.loss.kl_beta and settings.loss.kl_in == "loss")
+            settings.loss.entropy_bonus
+            or (settings.loss.kl_beta and settings.loss.kl_in == "loss")
+            or settings.value is not None
         )
         active = [
             k
@@ -261,12 +306,22 @@ class Learner:
         if not active:
             return False
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in plan([chosen[k] for k in active], settings.max_tokens):
-            packed = pack(batch.samples, [numbers[active[m]] for m in micro])
-            check_depth(self.model, packed)
-            weight = torch.from_numpy(weights[[active[m] for m in micro]][packed.sample]).to(self.device)
-            self._backward(batch, packed, weight, totals)
-        norm = torch.nn.utils.clip_grad_norm_(self.trainable.values(), settings.max_grad_norm).item()
+        with self.memory.phase("backward"):
+            for micro in plan([chosen[k] for k in active], settings.max_tokens):
+                packed = pack(batch.samples, [numbers[active[m]] for m in micro])
+                check_depth(self.model, packed)
+                weight = torch.from_numpy(weights[[active[m] for m in micro]][packed.sample]).to(self.device)
+                self._backward(batch, packed, weight, totals)
+        with self.memory.phase("optimizer"):
+            return self._step(totals)
+
+    def _step(self, totals: "Totals") -> bool:
+        """Clip and apply the gradient that has added up; False if it is not finite."""
+        settings = self.settings
+        norm = torch.nn.utils.clip_grad_norm_(self._policy, settings.max_grad_norm).item()
+        if self.value_head is not None:  # apart: values that are far off must not shrink the policy's step
+            head = torch.nn.utils.clip_grad_norm_(self.value_head.parameters(), settings.max_grad_norm).item()
+            norm = norm if np.isfinite(head) else head
         totals.grad_norms.append(norm)
         if not np.isfinite(norm):
             log.warning("The gradient of step %d is not finite; the step is left out.", self.step)
@@ -274,17 +329,18 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
             return False
         warm = min(1.0, (self.step + 1) / settings.warmup_steps) if settings.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.lr * warm
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * warm
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return True
 
     def _backward(self, batch: "Batch", packed: Packed, weight: Tensor, totals: "Totals") -> None:
-        bonus = bool(self.settings.loss.entropy_bonus)
+        settings = self.settings
         with self._computing():
-            logp, entropy = forward(self.model, packed, entropy=bonus)
+            outputs = forward(self.model, packed, entropy=bool(settings.loss.entropy_bonus))
+        logp = outputs.logp
         if batch.fixed_old:
             logp_old = batch.gather([known(a) for a in batch.old], packed, self.device)
         else:
@@ -293,40 +349,57 @@ class Learner:
                 batch.old[i] = np.zeros(len(batch.samples[i].token_ids), np.float32)
             scatter(batch.old, packed, logp_old)
         logp_sampler = batch.gather([s.logprobs for s in batch.samples], packed, self.device)
+        reference = None if batch.reference is None else batch.gather(batch.reference, packed, self.device)
         losses = token_loss(
-            self.settings.loss,
+            settings.loss,
             logp=logp,
             logp_old=logp_old,
             logp_sampler=logp_sampler,
             advantages=batch.gather(batch.advantages, packed, self.device),
-            sample=torch.from_numpy(packed.sample).to(self.device),
-            logp_reference=None
-            if batch.reference is None
-            else batch.gather(batch.reference, packed, self.device),
-            entropy=entropy,
+            call=torch.from_numpy(packed.call).to(self.device),
+            logp_reference=reference,
+            entropy=outputs.entropy,
         )
         loss = (losses.loss.double() * weight).sum()
-        loss.backward()
-        totals.add(batch, packed, losses, loss, logp.detach(), logp_old, logp_sampler, entropy)
+        total = loss
+        if self.value_head is not None:
+            total = loss + (self._value_losses(batch, packed, outputs.hidden, totals).double() * weight).sum()
+        total.backward()
+        logp = logp.detach()
+        totals.add(batch, packed, losses, loss, logp, logp_old, logp_sampler, outputs.entropy)
+        if reference is not None:
+            totals.add_divergence(divergence(settings.loss.kl_kind, logp, reference))
+
+    def _value_losses(self, batch: "Batch", packed: Packed, hidden: Tensor, totals: "Totals") -> Tensor:
+        """(T,)"""
+        settings = self.settings.value
+        assert settings is not None
+        assert self.value_head is not None
+        assert batch.values_old is not None
+        assert batch.returns is not None
+        if not settings.coefficient:
+            hidden = hidden.detach()
+        values = self.value_head(hidden)[torch.from_numpy(packed.row).to(self.device)]
+        values_old = batch.gather(batch.values_old, packed, self.device)
+        returns = batch.gather(batch.returns, packed, self.device)
+        losses = value_loss(values, values_old, returns, settings.clip)
+        totals.add_values(losses.detach(), values_old, returns)
+        return losses * (settings.coefficient or 1.0)
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[TokenFloats]:
         with self.reference():
             return self.logprobs(samples)
 
-    def _penalise(
-        self,
-        samples: Sequence[Sample],
-        advantages: Sequence[TokenFloats],
-        old: Sequence[TokenFloats | None],
-        reference: Sequence[TokenFloats],
+    def _costs(
+        self, samples: Sequence[Sample], old: Sequence[TokenFloats | None], reference: Sequence[TokenFloats]
     ) -> list[TokenFloats]:
-        """Add what the divergence from the reference costs from each token on."""
+        """What the divergence from the reference takes from the reward of each token."""
         loss = self.settings.loss
         costs = []
         for sample, before, ref in zip(samples, old, reference, strict=True):
             k = divergence(loss.kl_kind, torch.from_numpy(known(before)), torch.from_numpy(ref)).numpy()
             costs.append(np.where(sample.mask, -loss.kl_beta * k, np.float32(0)).astype(np.float32))
-        return [a + c for a, c in zip(advantages, carry_back(samples, costs), strict=True)]
+        return costs
 
     def _minibatches(self, samples: Sequence[Sample], epoch: int) -> list[list[int]]:
         """Numbers of the samples of each optimiser step; all samples of a rollout are in one."""
@@ -344,31 +417,3 @@ class Learner:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
-
-
-def _with_lora(model: Any, settings: LoraSettings) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets = (
-        settings.target_modules if isinstance(settings.target_modules, str) else list(settings.target_modules)
-    )
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
-    try:
-        return get_peft_model(model, config)
-    except ValueError as error:
-        raise ConfigError(f"LoRA cannot be put into {type(model).__name__}: {error}") from error
-
-
-def _remove_dropout(model: Any) -> None:
-    """Log-probabilities must be those that the engine samples from."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

@@ -21,24 +21,23 @@ import torch
 from agentlightning.proto import dataset
 from agentlightning.proto.errors import LightningError
 from agentlightning.trainer import checkpoint
-from agentlightning.trainer.advantage import AdvantageSettings, Scored, score
+from agentlightning.trainer.advantage import Scored
 from agentlightning.trainer.clients import EngineClient, GatewayClient, TransitionClient
 from agentlightning.trainer.config import SamplingConfig, TrainConfig
 from agentlightning.trainer.console import Console
-from agentlightning.trainer.credit import CreditSettings
 from agentlightning.trainer.interval import Interval, mean_interval
 from agentlightning.trainer.launch import Layout, Services
-from agentlightning.trainer.learner import Learner, LearnerSettings, LoraSettings
-from agentlightning.trainer.loss import LossSettings
+from agentlightning.trainer.learner import Learner, UpdateResult
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import choose_dtype, load_model, load_tokenizer, resolve_model
 from agentlightning.trainer.probe import probe_texts
 from agentlightning.trainer.publish import Publisher
+from agentlightning.trainer.recipe import learner_settings, score_transitions
 from agentlightning.trainer.rollouts import Collected, Collector, Group
-from agentlightning.trainer.samples import SampleSet, build_samples, read_calls, samples_table
+from agentlightning.trainer.samples import SampleSet, samples_table
 from agentlightning.trainer.tasks import Task, task_order
 
-__all__ = ["Trainer", "build_learner", "learner_settings", "score_transitions"]
+__all__ = ["Trainer", "build_learner"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,31 +56,6 @@ class Batch:
     seconds: dict[str, float]
 
 
-def learner_settings(config: TrainConfig) -> LearnerSettings:
-    """The learner's settings that a configuration asks for."""
-    train, algorithm = config.train, config.algorithm
-    lora = config.policy.lora
-    return LearnerSettings(
-        lr=train.learning_rate,
-        weight_decay=train.weight_decay,
-        warmup_steps=train.warmup_steps,
-        max_grad_norm=train.max_grad_norm,
-        max_tokens=train.max_tokens,
-        minibatches=train.minibatches,
-        epochs=train.epochs,
-        gradient_checkpointing=train.gradient_checkpointing,
-        aggregate=algorithm.aggregation,
-        constant_length=algorithm.constant_length,
-        dtype=config.policy.dtype,
-        seed=config.run.seed,
-        whiten=algorithm.advantage == "reinforce++",
-        lora=LoraSettings(rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules)
-        if lora
-        else None,
-        loss=LossSettings(**algorithm.loss.model_dump()),
-    )
-
-
 def build_learner(config: TrainConfig) -> Learner:
     """Load the policy's model and make it ready to learn."""
     # Deprecations between transformers and peft: nothing that a user of ours could act on.
@@ -98,25 +72,6 @@ def digest(config: TrainConfig) -> str:
             "tasks": config.tasks.model_dump(mode="json"),
         }
     )
-
-
-def score_transitions(config: TrainConfig, collected: Collected) -> tuple[SampleSet, Scored]:
-    """Merge transitions into samples, and give each its advantage."""
-    samples = build_samples(
-        read_calls(collected.transitions),
-        agents=config.algorithm.agents,
-        policy=config.policy.name,
-        exclude=collected.excluded,
-    )
-    scored = score(
-        samples,
-        collected.outcomes,
-        credit=CreditSettings(mode=config.algorithm.credit, gamma=config.algorithm.gamma),
-        advantage=AdvantageSettings(
-            estimator=config.algorithm.advantage, scored_causes=config.algorithm.scored_causes
-        ),
-    )
-    return samples, scored
 
 
 class Trainer:
@@ -239,7 +194,7 @@ class Trainer:
         seconds["update"] = time.monotonic() - clock
 
         clock = time.monotonic()
-        await asyncio.to_thread(self._save, step, batch, result.logprobs)
+        await asyncio.to_thread(self._save, step, batch, result)
         seconds["checkpoint"] = time.monotonic() - clock
 
         clock = time.monotonic()
@@ -312,13 +267,13 @@ class Trainer:
         self._consumed += count
         return chosen
 
-    def _save(self, step: int, batch: Batch, logprobs: Sequence[Any]) -> None:
+    def _save(self, step: int, batch: Batch, result: UpdateResult) -> None:
         scored = batch.scored
         table = samples_table(
             scored.samples,
             step=step,
-            advantages=scored.advantages,
-            logprobs_new=logprobs,
+            advantages=result.advantages,
+            logprobs_new=result.logprobs,
             rewards=batch.rewards,
         )
         dataset.write_files(self.layout.data, _samples_name(step), {"samples": table})

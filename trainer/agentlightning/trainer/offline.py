@@ -20,9 +20,10 @@ from agentlightning.trainer.advantage import Outcome
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.console import Console
 from agentlightning.trainer.launch import Layout
-from agentlightning.trainer.loop import build_learner, score_transitions
+from agentlightning.trainer.loop import build_learner
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import load_tokenizer
+from agentlightning.trainer.recipe import score_transitions
 from agentlightning.trainer.rollouts import Collected
 from agentlightning.trainer.run import open_run
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer.samples import Sample
 from agentlightning.trainer.tree_attention import blocks_of, use_tree_attention
 
-__all__ = ["Packed", "check_depth", "check_model", "forward", "pack", "plan"]
+__all__ = ["Outputs", "Packed", "check_depth", "check_model", "forward", "pack", "plan"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -44,6 +44,7 @@ class Packed:
     row: Ints  # (T,) the row that predicts each trained token, ascending
     targets: Ints  # (T,)
     sample: Ints  # (T,) number of the sample among `samples`
+    call: Ints  # (T,) number of the call that sampled the token, from 0
     position: Ints  # (T,) place of the token in its sample
 
 
@@ -85,6 +86,8 @@ def pack(samples: Sequence[Sample], numbers: Sequence[int]) -> Packed:
     nodes = np.zeros(0, np.int64)  # from the root to the end of the sample before
     previous = np.zeros(0, np.int32)
     read: list[tuple[Ints, Ints, npt.NDArray[np.float32], int]] = []
+    calls: list[Ints] = []
+    first_call = 0
     for k in _sorted(paths):
         path = paths[k]
         common = _common(previous, path)
@@ -95,6 +98,8 @@ def pack(samples: Sequence[Sample], numbers: Sequence[int]) -> Packed:
         count, previous = count + len(path) - common, path
         positions, temperature = _trained(samples[numbers[k]])
         read.append((nodes[positions - 1], positions, temperature, k))
+        calls.append(_calls(samples[numbers[k]])[positions] + first_call)
+        first_call += len(samples[numbers[k]].segments) + 1
     ends[nodes] = count
     node = np.concatenate([r[0] for r in read])
     position = np.concatenate([r[1] for r in read])
@@ -113,12 +118,23 @@ def pack(samples: Sequence[Sample], numbers: Sequence[int]) -> Packed:
         row=row[order],
         targets=targets[order].astype(np.int64),
         sample=number[order],
+        call=np.concatenate(calls)[order],
         position=position[order],
     )
 
 
-def forward(model: Any, packed: Packed, *, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the trained tokens, (T,) in fp32, and if asked the entropy of each one's distribution.
+class Outputs(NamedTuple):
+    """What was read at the trained tokens, (T,) in fp32."""
+
+    logp: Tensor
+    entropy: Tensor | None
+    """Of the distribution that each token was sampled from, if asked for."""
+    hidden: Tensor
+    """(R, D): the hidden states of `packed.rows`; `hidden[packed.row]` are those in which the tokens were sampled."""
+
+
+def forward(model: Any, packed: Packed, *, entropy: bool = False) -> Outputs:
+    """Log-probabilities of the trained tokens.
 
     `model` is a causal language model of transformers (Any: its classes share no typed interface).
     """
@@ -156,8 +172,8 @@ def forward(model: Any, packed: Packed, *, entropy: bool = False) -> tuple[Tenso
         entropies.append(spread)
     if not logp:
         nothing = hidden.sum().float() * 0 + hidden.new_zeros(0, dtype=torch.float32)
-        return nothing, nothing if entropy else None
-    return torch.cat(logp), torch.cat(entropies) if entropy else None
+        return Outputs(nothing, nothing if entropy else None, hidden)
+    return Outputs(torch.cat(logp), torch.cat(entropies) if entropy else None, hidden)
 
 
 def check_model(model: Any) -> None:
@@ -175,7 +191,7 @@ def check_model(model: Any) -> None:
         )
         samples = [_whole(row) for row in tokens]
         packed = pack(samples, [0, 1])
-        logp, _ = forward(model, packed)
+        logp = forward(model, packed).logp
     difference = (logp - expected[packed.sample, packed.position - 1, 0]).abs().max().item()
     if not difference < 0.01:
         raise ConfigError(
@@ -232,6 +248,14 @@ def _trained(sample: Sample) -> tuple[Ints, npt.NDArray[np.float32]]:
     for segment in sample.segments:
         temperature[segment.start : segment.end] = segment.temperature
     return positions, temperature[positions]
+
+
+def _calls(sample: Sample) -> Ints:
+    """For each token the number of the call that sampled it; tokens of no call are one of their own."""
+    calls = np.full(len(sample.token_ids), len(sample.segments), np.int64)
+    for number, segment in enumerate(sample.segments):
+        calls[segment.start : segment.end] = number
+    return calls
 
 
 def _whole(tokens: npt.NDArray[np.int32]) -> Sample:

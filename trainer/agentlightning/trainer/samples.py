@@ -12,6 +12,7 @@ on the order in which they arrive.
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
@@ -116,7 +117,7 @@ class SampleSet:
 def build_samples(
     calls: Iterable[Call],
     *,
-    agents: Collection[str | None] | None = None,
+    agents: Collection[str] | None = None,
     policy: str | None = None,
     exclude: Mapping[str, str] | None = None,
     decode: Decode | None = None,
@@ -125,7 +126,7 @@ def build_samples(
 
     Args:
         calls: of any number of rollouts, in any order.
-        agents: names of the agents to train (None names calls of no agent); by default all. Calls of the others only serve as context.
+        agents: the agents to train, by name or pattern (`plan*`; an empty name stands for calls of no agent); by default all. Calls of the others only serve as context.
         policy: the policy to train; None trains all.
         exclude: rollouts to leave out, with the reason, such as `incomplete_rollout`.
         decode: token ids to text. Only used to tell `retokenised` from `edited` where the calls carry no messages.
@@ -200,7 +201,7 @@ class _Merger:
         self,
         result: SampleSet,
         *,
-        agents: Collection[str | None] | None,
+        agents: Collection[str] | None,
         policy: str | None,
         decode: Decode | None,
     ) -> None:
@@ -293,8 +294,11 @@ class _Merger:
             return "other_policy"  # perhaps of another vocabulary
         return None
 
+    def _selected(self, agent: str) -> bool:
+        return self.agents is None or any(fnmatchcase(agent, pattern) for pattern in self.agents)
+
     def _context_only(self, call: Call) -> str | None:
-        if self.agents is not None and call.agent not in self.agents:
+        if not self._selected(call.agent or ""):
             return "not_selected"
         if call.logprobs is None:
             return "no_logprobs"

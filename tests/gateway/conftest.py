@@ -6,6 +6,7 @@ The gateway runs as its own process, by its own command, so that it can be kille
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import json
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import postgresql_server
 import pytest
 import uvicorn
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -455,10 +457,30 @@ def sink(_servers: tuple[Engine, Sink]) -> Iterator[Sink]:
 
 
 StartGateway = Callable[..., Gateway]
+NewDatabase = Callable[[], list[str]]
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def _postgresql() -> Iterator[postgresql_server.Server]:
+    with postgresql_server.serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def database(request: pytest.FixtureRequest) -> NewDatabase:
+    """`database()`: the options of a gateway with a new database. SQLite, unless a test asks for PostgreSQL, too:
+    `BOTH = pytest.mark.parametrize("database", ["sqlite", "postgresql"], indirect=True, scope="session")`."""
+    if getattr(request, "param", "sqlite") == "sqlite":
+        return lambda: []
+    server = request.getfixturevalue("_postgresql")
+    return lambda: ["--database", server.create(f"test_{next(_numbers)}")]
 
 
 @pytest.fixture
-def start_gateway(tmp_path: Path, engine: Engine, sink: Sink) -> Iterator[StartGateway]:
+def start_gateway(
+    tmp_path: Path, engine: Engine, sink: Sink, database: NewDatabase
+) -> Iterator[StartGateway]:
     """`start_gateway(*options, tokens=True)` starts a gateway of the test's own."""
     started: list[Gateway] = []
 
@@ -466,7 +488,8 @@ def start_gateway(tmp_path: Path, engine: Engine, sink: Sink) -> Iterator[StartG
         folder = tmp_path / f"gateway-{len(started)}"
         folder.mkdir()
         given = ["--engine", engine.url] if engines else []
-        started.append(Gateway(folder, sink.url, [*given, *options], tokens))
+        stored = [] if "--database" in options else database()
+        started.append(Gateway(folder, sink.url, [*given, *stored, *options], tokens))
         return started[-1]
 
     yield start
@@ -475,9 +498,11 @@ def start_gateway(tmp_path: Path, engine: Engine, sink: Sink) -> Iterator[StartG
 
 
 @pytest.fixture(scope="session")
-def _shared(tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink]) -> Iterator[Gateway]:
+def _shared(
+    tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink], database: NewDatabase
+) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    options = ["--engine", _servers[0].url, "--collector-timeout-s", "2", "--max-body-mib", "1"]
+    options = [*database(), "--engine", _servers[0].url, "--collector-timeout-s", "2", "--max-body-mib", "1"]
     gateway = Gateway(folder, _servers[1].url, options, tokens=True)
     yield gateway
     code = gateway.stop()

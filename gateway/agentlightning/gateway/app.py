@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from agentlightning.gateway import api, http, rollouts
+from agentlightning.gateway import http, listing
+from agentlightning.gateway.control import table as control
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.proxy import ChatEndpoint, ModelsEndpoint, NotServed
@@ -37,7 +38,7 @@ def create_app(gateway: Gateway) -> Starlette:
             _route(f"{prefix}/v1/models/{{model:path}}", models, "GET"),
             _route(f"{prefix}/v1/{{rest:path}}", not_served, "GET", "POST", "PUT", "DELETE", "PATCH"),
         ]
-    table += api.routes(gateway)
+    table += control.routes(gateway)
     watch = _Watch(gateway)
     table += [
         Route("/", watch.root),
@@ -84,7 +85,7 @@ class _Watch:
         gateway = self._gateway
         problems = []
         try:
-            await gateway.database.read(rollouts.count_states)
+            await gateway.database.read(listing.count_open)
         except SQLAlchemyError as error:
             problems.append(f"the database: {error}")
         if not any(engine.reason is None for engine in gateway.engines):
@@ -97,7 +98,7 @@ class _Watch:
         )
 
     async def metrics(self, request: Request) -> Response:
-        states = await self._gateway.database.read(rollouts.count_states)
+        states = await self._gateway.database.read(listing.count_open)
         registry = CollectorRegistry()
         registry.register(_Snapshot(self._gateway, states))
         return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -116,7 +117,9 @@ class _Snapshot:
         )
         for name, value in sorted(self._gateway.counters.total.items()):
             events.add_metric([name], value)
-        rows = GaugeMetricFamily("agentlightning_gateway_rollouts", "Rollouts by state.", labels=["state"])
+        rows = GaugeMetricFamily(
+            "agentlightning_gateway_rollouts", "Rollouts that have not ended, by state.", labels=["state"]
+        )
         for state, count in sorted(self._states.items()):
             rows.add_metric([state], count)
         flight = GaugeMetricFamily("agentlightning_gateway_calls_in_flight", "At engines.", labels=["policy"])

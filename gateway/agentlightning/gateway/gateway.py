@@ -10,10 +10,10 @@ from typing import Any, Final
 import aiohttp
 from sqlalchemy.exc import SQLAlchemyError
 
-from agentlightning.gateway import rollouts
+from agentlightning.gateway import outcomes, rollouts
 from agentlightning.gateway.collector import Exporter
 from agentlightning.gateway.counters import Counters
-from agentlightning.gateway.database import Database
+from agentlightning.gateway.database import Database, Gathering
 from agentlightning.gateway.engines import Engines
 from agentlightning.gateway.ledger import Ledger
 from agentlightning.gateway.live import Live
@@ -71,6 +71,7 @@ class Gateway:
             session, settings.collector, token=token, timeout=settings.collector_timeout_s
         )
         self.ledger = Ledger(database)
+        self.reports = Gathering(database, outcomes.finish)
         self.live = Live(database)
         self.policies = Policies(database, self.counters.add)
         self.engines = Engines(database, session)
@@ -81,6 +82,11 @@ class Gateway:
         self.stopping = asyncio.Event()
         self.broken: BaseException | None = None
         """What ended a background task: the gateway must not go on without it."""
+
+    @property
+    def epoch(self) -> str:
+        """What controllers know as the boot id."""
+        return self.boot_id
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -142,7 +148,7 @@ class Gateway:
             )
         )
 
-    def ended(self, *ends: rollouts.Ended) -> None:
+    def ended(self, *ends: outcomes.Ended) -> None:
         """Attempts were ended, and committed so: everybody concerned is told."""
         for end in ends:
             self.live.end(end.rollout_id, end.attempt)

@@ -1,19 +1,30 @@
 """The ledger of model calls: an answer reaches its agent only after its row is here.
 
-Rows of concurrent calls share a transaction; an idle ledger writes at once. A row of an attempt that has ended is
+Rows of concurrent calls share a transaction. A row of an attempt that has ended is
 refused: that agent must not get the answer, for nobody would count it.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
-from agentlightning.gateway.database import Database
+from agentlightning.gateway.database import Database, Gathering
 from agentlightning.gateway.tables import calls, rollouts
 
 __all__ = ["CallRow", "Ledger", "call_of"]
+
+_RUNNING: Final = (
+    select(rollouts.c.rollout_id, rollouts.c.attempt)
+    .where(
+        rollouts.c.rollout_id.in_(bindparam("ids", expanding=True)),
+        rollouts.c.state == "running",
+        rollouts.c.revoked < rollouts.c.attempt,
+    )
+    .order_by(rollouts.c.seq)
+    .with_for_update(read=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,38 +45,12 @@ class CallRow:
     """Whether the attempt must be running; False for a call that belongs to no rollout of ours."""
 
 
-class Ledger:
-    """Writes call rows."""
+class Ledger(Gathering[Sequence[CallRow], bool]):
+    """`await ledger.add(rows)` writes the rows of one call: all of them, or none and False if their attempt is not
+    running any more."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
-        self._waiting: list[tuple[Sequence[CallRow], asyncio.Future[bool]]] = []
-        self._writer: asyncio.Task[None] | None = None
-
-    async def add(self, rows: Sequence[CallRow]) -> bool:
-        """Write the rows of one call. Returns False, and writes none, if their attempt is not running any more."""
-        written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiting.append((rows, written))
-        if self._writer is None:
-            self._writer = asyncio.get_running_loop().create_task(self._write())
-        return await written
-
-    async def _write(self) -> None:
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                try:
-                    accepted = await self._database.write(_insert, [rows for rows, _ in batch])
-                except Exception as error:  # noqa: BLE001  whatever it is, it is for those who wait
-                    for _, written in batch:
-                        if not written.done():
-                            written.set_exception(error)
-                else:
-                    for (_, written), good in zip(batch, accepted, strict=True):
-                        if not written.done():
-                            written.set_result(good)
-        finally:
-            self._writer = None
+        super().__init__(database, _insert)
 
 
 def call_of(
@@ -80,15 +65,9 @@ def call_of(
 
 
 def _insert(connection: Connection, batch: list[Sequence[CallRow]]) -> list[bool]:
-    wanted = {rows[0].rollout_id for rows in batch if rows[0].fenced}
-    query = (
-        select(rollouts.c.rollout_id, rollouts.c.attempt)
-        .where(rollouts.c.rollout_id.in_(wanted), rollouts.c.state == "running")
-        .with_for_update(read=True)
-    )
-    running = (
-        {(rollout_id, attempt) for rollout_id, attempt in connection.execute(query)} if wanted else set()
-    )
+    wanted = sorted({rows[0].rollout_id for rows in batch if rows[0].fenced})
+    found = connection.execute(_RUNNING, {"ids": wanted}) if wanted else ()
+    running = {(rollout_id, attempt) for rollout_id, attempt in found}
     accepted = [not rows[0].fenced or (rows[0].rollout_id, rows[0].attempt) in running for rows in batch]
     values = [
         {

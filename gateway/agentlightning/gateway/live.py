@@ -66,7 +66,10 @@ class Live:
 
 def _running(connection: Connection, rollout_id: str, attempt: int) -> tuple[str | None] | None:
     query = select(rollouts.c.sampling).where(
-        rollouts.c.rollout_id == rollout_id, rollouts.c.attempt == attempt, rollouts.c.state == "running"
+        rollouts.c.rollout_id == rollout_id,
+        rollouts.c.attempt == attempt,
+        rollouts.c.state == "running",
+        rollouts.c.revoked < attempt,
     )
     row = connection.execute(query).first()
     return None if row is None else (row[0],)

@@ -8,37 +8,48 @@ gets its `change` number: only then do followers see it, so that what they ask t
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from sqlalchemy import Connection, select, update
+from sqlalchemy import Connection, bindparam, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentlightning.gateway.collector import CaptureFailed, Exporter
 from agentlightning.gateway.database import Database, insert_ignore
 from agentlightning.gateway.tables import meta, outbox, rollouts
 
-__all__ = ["Outbox", "next_change", "post"]
+__all__ = ["Outbox", "next_changes", "post"]
 
 logger = logging.getLogger(__name__)
 BATCH: Final = 256
 PAUSE_AFTER_FAILURE: Final = 1.0
+_CHANGE: Final = select(meta.c.value).where(meta.c.key == "change")
+_FINISH: Final = (
+    update(rollouts)
+    .where(rollouts.c.rollout_id == bindparam("b_rollout"), rollouts.c.change.is_(None))
+    .values(change=bindparam("b_change"))
+)
 
 
-def post(connection: Connection, key: str, span: Span, *, finishes: str | None = None) -> None:
-    """Leave a span to be sent. `finishes`: the rollout whose terminal state it tells."""
-    connection.execute(outbox.insert().values(key=key, span=span.SerializeToString(), finishes=finishes))
+def post(connection: Connection, entries: Sequence[tuple[str, Span, str | None]]) -> None:
+    """Leave spans to be sent: each with its key, and the rollout whose terminal state it tells, if it does."""
+    if entries:
+        rows = [
+            {"key": key, "span": span.SerializeToString(), "finishes": finishes}
+            for key, span, finishes in entries
+        ]
+        connection.execute(outbox.insert(), rows)
 
 
-def next_change(connection: Connection) -> int:
-    """The next number for a finished rollout. Its row is locked until commit, so numbers appear in order."""
+def next_changes(connection: Connection, count: int) -> list[int]:
+    """The next numbers for finished rollouts. Their row is locked until commit, so numbers appear in order."""
+    if not count:
+        return []
     insert_ignore(connection, meta, [{"key": "change", "value": "0"}])
-    last = connection.execute(
-        select(meta.c.value).where(meta.c.key == "change").with_for_update()
-    ).scalar_one()
-    connection.execute(update(meta).where(meta.c.key == "change").values(value=str(int(last) + 1)))
-    return int(last) + 1
+    last = int(connection.execute(_CHANGE.with_for_update()).scalar_one())
+    connection.execute(update(meta).where(meta.c.key == "change").values(value=str(last + count)))
+    return list(range(last + 1, last + count + 1))
 
 
 class Outbox:
@@ -146,11 +157,12 @@ def _settle(connection: Connection, sent: list[tuple[int, str | None]]) -> int:
     """Delete what was sent, and number the rollouts that it finishes. A refused span finishes its rollout, too:
     waiting for ever would not bring it."""
     connection.execute(outbox.delete().where(outbox.c.id.in_([number for number, _ in sent])))
-    finished = [rollout_id for _, rollout_id in sent if rollout_id is not None]
-    for rollout_id in finished:
-        connection.execute(
-            update(rollouts)
-            .where(rollouts.c.rollout_id == rollout_id, rollouts.c.change.is_(None))
-            .values(change=next_change(connection))
-        )
+    finished = sorted({rollout_id for _, rollout_id in sent if rollout_id is not None})
+    if finished:
+        changes = next_changes(connection, len(finished))
+        rows = [
+            {"b_rollout": rollout_id, "b_change": change}
+            for rollout_id, change in zip(finished, changes, strict=True)
+        ]
+        connection.execute(_FINISH, rows)
     return len(finished)

@@ -5,7 +5,6 @@ cannot hold for ever. It is kept in the database, so a gateway that restarts in 
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,15 +13,14 @@ from typing import Any
 import orjson
 from sqlalchemy import Connection, select
 
-from agentlightning.gateway.chat import SAMPLING_KEYS
 from agentlightning.gateway.database import Database, upsert
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.tables import policies
 from agentlightning.proto.ids import new_id
 
-__all__ = ["Policies", "Policy", "check_sampling"]
+__all__ = ["Policies", "Policy"]
 
-Sampling = dict[str, Any]  # Any: numbers, checked by check_sampling
+Sampling = dict[str, Any]  # Any: numbers, by name
 
 
 @dataclass(slots=True, eq=False)
@@ -140,39 +138,6 @@ class Policies:
             "hold_expires": policy.hold_expires,
         }
         await self._database.write(upsert, policies, [row])
-
-
-def check_sampling(value: Any, where: str) -> Sampling | None:
-    """Sampling settings as a run may give them. Raises ApiError 400 with what is wrong."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise ApiError(400, "bad_request", f"{where} must be an object.")
-    settings: Sampling = {}
-    for key, number in value.items():
-        if key not in SAMPLING_KEYS:
-            raise ApiError(
-                400,
-                "bad_request",
-                f"{where}.{key} is not a sampling setting: use {', '.join(SAMPLING_KEYS)}.",
-            )
-        if number is None:
-            continue
-        whole = key in ("top_k", "max_tokens")
-        if isinstance(number, bool) or not isinstance(number, int if whole else int | float):
-            raise ApiError(
-                400, "bad_request", f"{where}.{key} must be {'an integer' if whole else 'a number'}."
-            )
-        low, high = {
-            "temperature": (0, 100),
-            "top_p": (0, 1),
-            "top_k": (-1, math.inf),
-            "max_tokens": (1, math.inf),
-        }[key]
-        if not low <= number <= high:
-            raise ApiError(400, "bad_request", f"{where}.{key} is {number}: it must be from {low} to {high}.")
-        settings[key] = number
-    return settings or None
 
 
 def _rows(connection: Connection) -> list[Any]:

@@ -36,7 +36,7 @@ __all__ = [
     "rollouts",
 ]
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 metadata = MetaData()
 _Id = String(200)
 _Serial = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only for INTEGER
@@ -64,6 +64,7 @@ rollouts = Table(
     Column("rights", Text),
     Column("max_attempts", Integer, nullable=False),
     Column("priority", Integer, nullable=False),
+    Column("revoked", Integer, nullable=False),  # tokens of attempts up to this one are worth nothing
     Column("state", String(16), nullable=False),
     Column("attempt", Integer, nullable=False),  # the newest, -1 before the first
     Column("version", Integer, nullable=False),  # grows with every change: compare-and-set
@@ -78,8 +79,8 @@ rollouts = Table(
     Column("ended", Float),
     Column("change", BigInteger),  # given when the collector has the span of the terminal state
     Index(
-        "rollouts_queue",
-        "priority",
+        "rollouts_queue",  # in the order of claims: a claim reads no more rows than it takes
+        text("priority DESC"),
         "seq",
         sqlite_where=text("state = 'queued'"),
         postgresql_where=text("state = 'queued'"),

@@ -26,7 +26,8 @@ class Run:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *arguments: str) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(AGENTS)}
+        paths = os.pathsep.join([str(AGENTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "agentlightning.trainer.cli", str(self.config), *arguments],

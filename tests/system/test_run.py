@@ -8,7 +8,9 @@ import duckdb
 import polars
 import pyarrow.dataset
 import pytest
+import torch
 from running import Run, wait_for
+from safetensors.torch import load_file
 from troubled import TROUBLES
 
 from agentlightning.proto.dataset import open_dataset
@@ -91,14 +93,19 @@ def test_a_component_killed_in_the_middle_costs_nothing(make_run: Make, componen
     assert [event["rollouts"] for event in run.events("step")] == [8, 8, 8]  # none was given up
 
 
-def test_offline_training_needs_the_data_alone(make_run: Make) -> None:
+def test_offline_training_needs_the_data_alone_and_makes_the_very_steps_that_were_made_online(
+    make_run: Make,
+) -> None:
     run = make_run(train={"steps": 2})
     run.finish()
-    before = len(run.events("step"))
-    text = run.finish("--offline", str(run.root / "data"), "run.name=offline", "train.steps=2")
-    assert before == 2
-    assert "16 rollouts in 4 groups: 2 steps of 2 groups" in text
-    assert (run.root.parent / "offline" / "checkpoint" / "model.safetensors").exists()
+    text = run.finish("--offline", str(run.root / "data"), "run.name=offline", "offline.batches=recorded")
+    assert "policy-gradient: 16 rollouts in 4 groups, 2 steps (left out: 8 other_split)" in text
+    online, offline = (
+        load_file(folder / "checkpoint" / "model.safetensors")
+        for folder in (run.root, run.root.parent / "offline")
+    )
+    # The second step began from weights that the first had published: the data were sampled by two versions.
+    assert all(torch.equal(offline[name], online[name]) for name in online)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from agentlightning.proto.errors import ConfigError
 from agentlightning.proto.process import run_main
 
 __all__ = ["main"]
@@ -22,7 +23,8 @@ examples:
   agl train config.yaml
   agl train config.yaml run.name=second train.learning_rate=2e-5 policy.lora.rank=8
   agl train config.yaml --resume                    go on after an interruption
-  agl train --offline runs/first/data config.yaml   learn from recorded rollouts alone"""
+  agl train --offline runs/first/data config.yaml   learn from recorded rollouts alone
+  agl train --offline data config.yaml offline.method=rft offline.min_reward=1   imitate the good ones"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
 
     def command() -> int:
-        from agentlightning.trainer.config import load_config
+        from agentlightning.trainer.config import OfflineConfig, load_config
 
         config = load_config(options.config, options.overrides)
         # Heavy imports wait until the configuration is known to be good.
@@ -52,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
             from agentlightning.trainer.offline import train_offline
 
             return train_offline(config, options.offline, resume=options.resume, log_level=options.log_level)
+        if config.offline != OfflineConfig():
+            raise ConfigError("The settings under `offline` need --offline DATA: nothing would honour them.")
         from agentlightning.trainer.run import train
 
         return train(config, resume=options.resume, log_level=options.log_level)

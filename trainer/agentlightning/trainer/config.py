@@ -303,6 +303,36 @@ class CheckpointConfig(Section):
     """The newest so many stay on disk."""
 
 
+class OfflineConfig(Section):
+    method: Literal["policy-gradient", "sft", "rft"] = "policy-gradient"
+    """With --offline: `policy-gradient` learns from rewards, token ids and log-probabilities, as online; `sft` imitates every answer; `rft` imitates those of good rollouts only (rejection sampling). The latter two work on text too."""
+    passes: int = Field(default=1, ge=1)
+    """Over the data; `train.steps` bounds the steps all the same. The first in the order of the record, later ones shuffled."""
+    batches: Literal["groups", "recorded"] = "groups"
+    """What a step is made of: `train.groups_per_step` groups, or the very groups of each recorded step."""
+    runs: tuple[str, ...] | None = None
+    """Only rollouts of these runs; null: of all."""
+    splits: tuple[str, ...] = ("train",)
+    """Only rollouts of these splits; one of which nobody said the split counts as `train`."""
+    min_reward: float | None = None
+    """With method=rft: imitate rollouts of at least this reward."""
+    best_of_group: int | None = Field(default=None, ge=1)
+    """With method=rft: imitate at most so many rollouts of a group, the best."""
+
+    @model_validator(mode="after")
+    def _sensible(self) -> Self:
+        chosen = self.min_reward is not None or self.best_of_group is not None
+        if self.method == "rft" and not chosen:
+            raise ValueError("method=rft needs min_reward or best_of_group: which rollouts are good?")
+        if self.method == "policy-gradient" and chosen:
+            raise ValueError(
+                "min_reward and best_of_group would bias the groups' statistics: use them with method=rft"
+            )
+        if self.method == "sft" and chosen:
+            raise ValueError("method=sft imitates everything: choose rollouts with method=rft")
+        return self
+
+
 class TrainConfig(Section):
     """Everything a run needs."""
 
@@ -318,6 +348,7 @@ class TrainConfig(Section):
     train: TrainSection = TrainSection()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    offline: OfflineConfig = OfflineConfig()
 
     @model_validator(mode="after")
     def _exact_sampling(self) -> Self:

@@ -57,6 +57,38 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
         assert torch.autograd.gradcheck(lambda x, o=old, a=advantages: FUNCTIONS[name](x, o, a), (logp,))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_whole_losses_agree_with_differences_of_what_they_descend(kind: LossKind) -> None:
+    """What each kind promises to descend, with its frozen parts frozen, by central differences."""
+    torch.manual_seed(3)
+    settings = LossSettings(kind, clip_low=0.2, clip_high=0.28) if kind != "reinforce" else LossSettings(kind)
+    for _ in range(10):
+        old = -torch.rand(6, dtype=torch.float64)
+        logp = old + 0.5 * torch.randn(6, dtype=torch.float64)
+        advantages = torch.randn(3, dtype=torch.float64)[CALL]
+        frozen = (logp - old).exp().clamp(max=1.28)
+
+        def descended(x: Tensor, old: Tensor = old, a: Tensor = advantages, f: Tensor = frozen) -> Tensor:
+            rho = (x - old).exp()
+            match kind:
+                case "reinforce":
+                    return -(a * x).sum()
+                case "cispo":
+                    return -(f * a * x).sum()
+                case "gspo":
+                    rho = torch.stack([(x - old)[k == CALL].mean() for k in range(3)]).exp()[CALL]
+                    return -torch.minimum(rho * a, rho.clamp(0.8, 1.28) * a).sum()
+                case "ppo":
+                    inner = torch.minimum(rho * a, rho.clamp(0.8, 1.28) * a)
+                    return -torch.where(a < 0, torch.maximum(inner, 3 * a), inner).sum()
+
+        step = 1e-6 * torch.eye(6, dtype=torch.float64)
+        differences = torch.stack([(descended(logp + d) - descended(logp - d)) / 2e-6 for d in step])
+        torch.testing.assert_close(
+            gradient(settings, logp, old, advantages), differences, rtol=1e-6, atol=1e-6
+        )
+
+
 def test_gspo_has_the_gradient_of_the_clipped_geometric_mean() -> None:
     torch.manual_seed(2)
     for _ in range(20):
@@ -118,6 +150,31 @@ def test_weights_are_truncated_and_a_call_with_a_vanishing_one_is_vetoed_whole()
     assert correct(old, sampler, CALL, cap=None, veto=None).weight.tolist() == [1.0] * 6
 
 
+def test_masks_leave_out_calls_by_the_product_and_by_the_geometric_mean() -> None:
+    log_w = torch.tensor(
+        [0.4, 0.4, 0.4, 0.9, -0.9, -2.0]
+    )  # calls: product e^1.2, mean e^0.4; 1, 1; e^-2, e^-2
+    none = torch.zeros(6)
+    both = correct(log_w, none, CALL, sequence=(0.5, 2.0), veto=None)
+    assert both.masked.tolist() == [True, True, True, False, False, True]
+    mean = correct(log_w, none, CALL, geometric=(0.5, 2.0), veto=None)
+    assert mean.masked.tolist() == [False, False, False, False, False, True]
+    settings = LossSettings(sequence_mask=(0.5, 2.0), tis_cap=None, kl_beta=0.1, entropy_bonus=0.1)
+    losses = token_loss(
+        settings,
+        logp=log_w,
+        logp_old=log_w,
+        logp_sampler=none,
+        advantages=torch.ones(6),
+        call=CALL,
+        logp_reference=none,
+        entropy=torch.ones(6),
+    )
+    assert (losses.loss != 0).tolist() == [False, False, False, True, True, False]
+    # The product over a whole rollout would have left everything out: the unit is the call.
+    assert correct(log_w, none, torch.zeros(6, dtype=torch.int64), sequence=(0.5, 2.0)).masked.all()
+
+
 def test_extreme_ratios_stay_finite() -> None:
     logp = torch.tensor([-500.0, 0.0], requires_grad=True)
     old = torch.tensor([0.0, -500.0])
@@ -176,6 +233,10 @@ def test_no_tokens_give_a_finite_zero() -> None:
         ({"tis_cap": 0.5}, "tis_cap"),
         ({"dual_clip": 1.1}, "dual_clip"),
         ({"veto": 2.0}, "veto"),
+        ({"sequence_mask": (1.5, 2.0)}, "two bounds around 1"),
+        ({"geometric_mask": (0.5, 0.9)}, "geometric_mask"),
+        ({"kind": "reinforce", "clip_low": 0.2}, "no ratio to clip"),
+        ({"kl_beta": -1.0}, "not be negative"),
         ({"kl_in": "nowhere"}, "kl_in"),
     ],
 )

@@ -46,6 +46,14 @@ _COMMANDS = {
     "inspect": _Command(
         "agentlightning.collector.inspect_cli:main", "collector", "show what a data set holds"
     ),
+    "rescore": _Command(
+        "agentlightning.trainer.rescore_cli:main", "trainer", "judge recorded rollouts with another reward"
+    ),
+    "export": _Command(
+        "agentlightning.trainer.export_cli:main",
+        "trainer",
+        "write SFT sets and preference pairs for other trainers",
+    ),
     "doctor": _Command(
         "agentlightning.sdk.doctor:main", None, "say what this machine can do, and what is missing"
     ),

@@ -11,7 +11,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COLUMNS", "Exchange", "Message", "chains", "exchanges", "extends", "read_exchange", "text_of"]
+__all__ = [
+    "COLUMNS",
+    "Exchange",
+    "Message",
+    "chains",
+    "exchanges",
+    "extends",
+    "read_exchange",
+    "text_of",
+    "with_parsed_arguments",
+]
 
 Message = dict[str, Any]
 
@@ -57,19 +67,16 @@ class Exchange:
 
 
 def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
-    """A row of `transitions` as messages, or why it has none: `call_error`, `no_messages`, `no_answer`."""
+    """A row of `transitions` as messages, or why it has none: `call_error`, `no_messages`, `no_answer`, `several_answers`."""
     if row["error"] is not None:
         return "call_error"
     request, response = _parse(row["request"]), _parse(row["response"])
     messages = _dicts(request.get("messages"))
     if not messages:
         return "no_messages"
-    answers = [choice["message"] for choice in _dicts(response.get("choices")) if choice.get("message")]
-    if len(answers) != 1 or not isinstance(answers[0], dict):
-        return "no_answer" if not answers else "several_answers"
-    answer = _message({"role": "assistant", **answers[0]})
-    if not answer.get("content") and not answer.get("tool_calls"):
-        return "no_answer"
+    answers = _dicts([choice.get("message") for choice in _dicts(response.get("choices"))])
+    if len(answers) != 1:
+        return "several_answers" if answers else "no_answer"
     return Exchange(
         call_id=row["call_id"],
         seq=row["seq"],
@@ -77,7 +84,7 @@ def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
         model=row["policy"] or row["model"],
         messages=tuple(_message(message) for message in messages),
         tools=tuple(_dicts(request.get("tools"))),
-        answer=answer,
+        answer=_message({"role": "assistant", **answers[0]}),
         reward=row["reward"],
     )
 
@@ -115,6 +122,19 @@ def text_of(message: Message) -> str:
         if isinstance(call.get("function"), dict)
     ]
     return "\n".join([*([str(content)] if content else []), *calls])
+
+
+def with_parsed_arguments(message: Message) -> Message:
+    """The arguments of tool calls as objects, which most chat templates expect; what is no JSON stays as the model wrote it."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call.get("function") or {})
+        with contextlib.suppress(ValueError, TypeError):
+            function["arguments"] = json.loads(function.get("arguments") or "{}")
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
 
 
 def _same(left: Message, right: Message) -> bool:

@@ -5,8 +5,6 @@ token: so only what the assistant said in that call has mask 1, whoever said it 
 into one sample as sampled ones do.
 """
 
-import contextlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +14,7 @@ import jinja2
 import numpy as np
 
 from agentlightning.trainer.calls import Call
-from agentlightning.trainer.conversation import Exchange, Message, read_exchange
+from agentlightning.trainer.conversation import Exchange, Message, read_exchange, with_parsed_arguments
 
 __all__ = ["Transcriber"]
 
@@ -102,7 +100,7 @@ class Transcriber:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, prompt: bool) -> str:
         if not self._verbatim:
-            messages = [_with_parsed_arguments(message) for message in messages]
+            messages = [with_parsed_arguments(message) for message in messages]
         text: str = self._tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
         )
@@ -111,16 +109,3 @@ class Transcriber:
     def _known(self, call: Call) -> bool:
         highest = max(int(call.prompt.max(initial=0)), int(call.sampled.max(initial=0)))
         return highest < len(self._tokenizer)
-
-
-def _with_parsed_arguments(message: Message) -> Message:
-    """Most templates write a tool call's arguments themselves, from an object."""
-    if not message.get("tool_calls"):
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        function = dict(call.get("function") or {})
-        with contextlib.suppress(ValueError, TypeError):  # not JSON: the template writes it as the model did
-            function["arguments"] = json.loads(function.get("arguments") or "{}")
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls}

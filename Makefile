@@ -1,6 +1,7 @@
 # make quickstart   install what it needs into .venv, and train an agent (minutes, no GPU)
 # make test         install what it needs into .venv, and run checks and tests
 # make bench        run all benchmarks (after make quickstart)
+# make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
 # make lock         resolve requirements/all.lock anew
 # make generate     write generated code and pages anew
 
@@ -9,7 +10,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check unit lock bench generate clean
+.PHONY: quickstart test check unit lock bench bench-collector bench-gateway generate clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/agl quickstart
@@ -40,6 +41,9 @@ $(INSTALLED): pyproject.toml requirements/all.lock requirements/torch.txt
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
+
+bench-collector: $(INSTALLED)
+	$(BIN)/python benchmarks/collector_peers.py
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

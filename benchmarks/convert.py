@@ -61,25 +61,25 @@ def main() -> None:
         print(f"{name:<28}{seconds:>9.3f}{calls / seconds:>10,.0f}{ratio:>8.2f}x")
 
 
-def cpu_seconds(work: Callable[[list[bytes]], None], bodies: list[bytes]) -> float:
+def cpu_seconds(work: Callable[[list[bytes], Path], None], bodies: list[bytes]) -> float:
     gc.collect()
-    began = time.process_time()
-    work(bodies)
-    return time.process_time() - began
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.process_time()
+        work(bodies, Path(folder))
+        return time.process_time() - began
 
 
-def ours(bodies: list[bytes]) -> None:
+def ours(bodies: list[bytes], folder: Path) -> None:
     by_attempt: dict[tuple[str, int], list[Span]] = defaultdict(list)
     counters: Counter[str] = Counter()
     for body in bodies:
         for span in decode_traces(body, counters):
             by_attempt[span.key].append(span)
     made = [assemble(*key, spans) for key, spans in by_attempt.items()]
-    with tempfile.TemporaryDirectory() as folder:
-        write_files(Path(folder), "bench", tables(made))
+    write_files(folder, "bench", tables(made))
 
 
-def peer(bodies: list[bytes]) -> None:
+def peer(bodies: list[bytes], folder: Path) -> None:
     rows: list[dict[str, Any]] = []
     for body in bodies:
         request = ExportTraceServiceRequest.FromString(body)
@@ -101,8 +101,7 @@ def peer(bodies: list[bytes]) -> None:
                             "logprobs": numbers(found[names.RESPONSE_LOGPROBS], "f"),
                         }
                     )
-    with tempfile.TemporaryDirectory() as folder:
-        pq.write_table(pa.Table.from_pylist(rows), Path(folder) / "peer.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), folder / "peer.parquet")
 
 
 def numbers(value: AnyValue, code: str) -> list[Any]:

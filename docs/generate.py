@@ -45,7 +45,8 @@ none. When a span arrives after its attempt was written, the attempt is written 
 should read the files that `open_dataset(...).files(table)` lists, or accept such repetitions, which the counter
 `late` tells of.
 
-Token lists are null, not empty, where they are unknown. Times are UTC.
+Token lists are null, not empty, where they are unknown. Times are UTC. What is large stands once: a span's token ids,
+log-probabilities and bodies are in its call's row of `transitions`, and `spans.in_transitions` names them.
 
 This page's tables are generated from `proto/agentlightning/proto/schemas.py`; `agl inspect DATA` prints a summary,
 `agl inspect DATA --rollout ID` a conversation.

@@ -26,7 +26,7 @@ from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempt
 from agentlightning.collector.records import JournalReader, Kind, Record
 from agentlightning.collector.span import Span
 from agentlightning.collector.supervise import Link
-from agentlightning.collector.tables import spans_from_table, tables
+from agentlightning.collector.tables import CALL_COLUMNS, spans_from_table, tables
 from agentlightning.proto.dataset import (
     MANIFESTS,
     AttemptEntry,
@@ -342,7 +342,8 @@ class Converter:
         """The spans of an attempt that the data set holds."""
         self._dataset.refresh()
         table = self._dataset.table("spans", attempts=[key])
-        return list(spans_from_table(table, Counter()))
+        calls = self._dataset.table("transitions", attempts=[key], columns=CALL_COLUMNS)
+        return list(spans_from_table(table, calls, Counter()))
 
     def _row(self, key: Key) -> dict[str, Any]:
         rows = self._dataset.table("rollouts", attempts=[key], columns=[*_FIDELITY, "calls_expected"])

@@ -157,8 +157,8 @@ def join(forest: Forest) -> list[Joined]:
     joined: list[Joined] = []
     by_response_id: dict[str, list[Joined]] = defaultdict(list)
     later: list[list[Call]] = []
-    for group in same_calls([sketch_of(call) for call in telling.values()]):
-        told = sorted((telling[sketch.key] for sketch in group), key=_teller)
+    for group in _groups(telling):
+        told = sorted((telling[key] for key in group), key=_teller) if len(group) > 1 else [telling[group[0]]]
         if told[0].source != GATEWAY and told[0].response_id:
             later.append(told)
             continue
@@ -180,12 +180,21 @@ def join(forest: Forest) -> list[Joined]:
             while around is not None:
                 made.members.append(forest.spans[around])
                 around = outer.get(around)
-        # A member may be reached in two ways.
-        made.members = [span for _, span in sorted({key_of(span): span for span in made.members}.items())]
+        if len(made.members) > 1:  # one may be reached in two ways
+            made.members = [span for _, span in sorted({key_of(span): span for span in made.members}.items())]
         if made.truth.source != GATEWAY:
             tellings = [calls[key_of(span)] for span in made.members]
             made.truth = _filled(made.truth, sorted(tellings, key=_teller))
     return joined
+
+
+def _groups(telling: dict[SpanKey, Call]) -> list[list[SpanKey]]:
+    """The spans of each call."""
+    calls = {call.call_id for call in telling.values() if call.source == GATEWAY and call.call_id}
+    if len(calls) == len(telling):  # the gateway alone tells: a call id is a call
+        return [[key] for key in sorted(telling, key=lambda key: (telling[key].span.start_ns, key))]
+    sketches = [sketch_of(call) for call in telling.values()]
+    return [[sketch.key for sketch in group] for group in same_calls(sketches)]
 
 
 def tellers(forest: Forest) -> tuple[dict[SpanKey, Call], dict[SpanKey, SpanKey | None]]:

@@ -23,7 +23,7 @@ from agentlightning.collector import json_stream, wire
 from agentlightning.collector.otlp import decode_logs, decode_traces
 from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
 from agentlightning.collector.span import Span
-from agentlightning.collector.tables import spans_from_table
+from agentlightning.collector.tables import CALL_COLUMNS, spans_from_table
 from agentlightning.proto.dataset import MANIFESTS, open_dataset
 from agentlightning.proto.errors import DataError
 from agentlightning.proto.schemas import conform
@@ -87,11 +87,10 @@ def read_file(
     """The spans of a file, or of a data set's folder. What cannot be read is refused with a sentence."""
     if path.is_dir():
         try:
-            table = open_dataset(path).table("spans")
+            for part in open_dataset(path).parts({"spans": None, "transitions": CALL_COLUMNS}):
+                yield from spans_from_table(part["spans"], part["transitions"], counters)
         except DataError as error:
             refuse(str(error))
-            return
-        yield from spans_from_table(table, counters)
         return
     try:
         with _Counted(path, advance) as file:
@@ -195,8 +194,19 @@ def _read_parquet(path: Path, counters: Counter[str], refuse: Refuse) -> Iterato
                 "Give the data set's folder, or files below its spans/ folder."
             )
             return
+        calls = None
+        beside = path.parent.parent / "transitions" / path.name
+        if beside.is_file():
+            calls = conform("transitions", pq.read_table(beside)).select(CALL_COLUMNS)
+        before = counters["without_transition"]
         for batch in file.iter_batches(BATCH_ROWS):
-            yield from spans_from_table(conform("spans", pa.Table.from_batches([batch])), counters)
+            yield from spans_from_table(conform("spans", pa.Table.from_batches([batch])), calls, counters)
+        lost = counters["without_transition"] - before
+        if lost:
+            refuse(
+                f"{path} leaves {lost} token lists and bodies of calls to {beside}, which is not there: they are "
+                "missing. Give the data set's folder."
+            )
     except pa.ArrowException as error:
         refuse(f"{path} cannot be read as Parquet: {error}.")
 

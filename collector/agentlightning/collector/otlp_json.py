@@ -8,7 +8,7 @@ import base64
 import binascii
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 import orjson
@@ -38,8 +38,6 @@ __all__ = [
 ]
 
 _MAX_COUNT: Final = 2**32 - 1
-_HEADS: dict[str, bytes] = {}  # what stands before a value: emitters use few different keys
-_MAX_HEADS: Final = 4096
 # protobuf's JSON mapping writes what JSON has no number for as strings.
 _NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -124,25 +122,29 @@ def attributes_to_json(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"key": key, "value": _value_to_json(value)} for key, value in attributes.items()]
 
 
-def attributes_dump(attributes: Mapping[str, Any]) -> bytes:
-    """The same as JSON text. Made piece by piece: token ids are most of it, and are copied once."""
-    parts = []
+def attributes_dump(attributes: Mapping[str, Any], elsewhere: Collection[str] = ()) -> bytes:
+    """The same as JSON text; of those whose values are kept `elsewhere` only the keys."""
+    parts: list[bytes] = []
     for key, value in attributes.items():
-        head = _HEADS.get(key)
-        if head is None:
-            if len(_HEADS) >= _MAX_HEADS:
-                _HEADS.clear()
-            head = _HEADS[key] = b'{"key":%b,"value":' % orjson.dumps(key)
-        kind = type(value)
-        if kind is str:
-            parts.append(b'%b{"stringValue":%b}}' % (head, orjson.dumps(value)))
-        elif kind is bytes:
-            parts.append(b'%b{"bytesValue":"%b"}}' % (head, binascii.b2a_base64(value, newline=False)))
-        elif kind is int:
-            parts.append(b'%b{"intValue":"%d"}}' % (head, value))
-        else:
-            parts.append(b"%b%b}" % (head, orjson.dumps(_value_to_json(value))))
+        if key in elsewhere:
+            value = None
+        kind = type(value)  # 1, 1.0 and True are one key of a dict, and so are 0.0 and -0.0
+        known = (key, kind, value) if kind in _PLAIN or (kind is float and value) else None
+        part = _DUMPED.get(known) if known is not None else None
+        if part is None:
+            part = orjson.dumps({"key": key, "value": _value_to_json(value)})
+            if known is not None and len(part) <= _DUMPED_BYTES:
+                if len(_DUMPED) >= _MAX_DUMPED:
+                    _DUMPED.clear()
+                _DUMPED[known] = part
+        parts.append(part)
     return b"[%b]" % b",".join(parts)
+
+
+_PLAIN: Final = (str, int, bool, type(None))
+_DUMPED: Final[dict[tuple[str, type, Any], bytes]] = {}  # emitters repeat most of what they say
+_DUMPED_BYTES: Final = 160
+_MAX_DUMPED: Final = 8192
 
 
 def attributes_from_json(items: Any, counters: Counter[str]) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Assembled attempts as Arrow tables, and spans back from them.
 
 Token ids stay packed until here: a column of lists is made of one buffer and its offsets, without an
-object per token.
+object per token. What is large stands once: a span whose tokens and bodies are its call's says which
+(`in_transitions`), and is whole again with the row of transitions beside it.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -22,9 +23,23 @@ from agentlightning.collector.otlp_json import (
     link_to_json,
 )
 from agentlightning.collector.span import Resource, Span
+from agentlightning.proto import attributes as names
 from agentlightning.proto.schemas import ROLLOUTS, SPANS, TRANSITIONS
 
-__all__ = ["spans_from_table", "tables"]
+__all__ = ["CALL_COLUMNS", "spans_from_table", "tables"]
+
+SpanKey = tuple[str, int, str, str]  # rollout id, attempt, trace id, span id
+
+_SHARED: Final = {
+    names.PROMPT_TOKEN_IDS: "prompt_token_ids",
+    names.RESPONSE_TOKEN_IDS: "response_token_ids",
+    names.RESPONSE_LOGPROBS: "response_logprobs",
+    names.REQUEST: "request",
+    names.RESPONSE: "response",
+}
+"""Attributes that are a column of transitions too."""
+CALL_COLUMNS: Final = ("rollout_id", "attempt", "seq", "trace_id", "span_id", *_SHARED.values())
+"""Of transitions, what `spans_from_table` needs."""
 
 _PACKED: Final = {
     "prompt_token_ids": np.dtype("<i4"),
@@ -40,17 +55,19 @@ def tables(attempts: Sequence[Assembled]) -> dict[str, pa.Table]:
         "rollouts": _rows(ROLLOUTS, [attempt.rollout for attempt in attempts]),
         "spans": _rows(
             SPANS,
-            [
-                _span_row(span, attempt.rollout_id, attempt.attempt)
-                for attempt in attempts
-                for span in attempt.spans
-            ],
+            [row for attempt in attempts for row in _span_rows(attempt)],
         ),
     }
 
 
-def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
-    """Spans as they were when the table's rows were made; the attempt is the one that the row names."""
+def spans_from_table(table: pa.Table, calls: pa.Table | None, counters: Counter[str]) -> Iterable[Span]:
+    """Spans as they were when the table's rows were made; the attempt is the one that the row names.
+
+    Args:
+        calls: CALL_COLUMNS of their attempts' transitions. What should be there and is not costs the
+            attribute, and is counted `without_transition`.
+    """
+    shared = _Shared(calls, counters) if calls is not None else None
     resources: dict[str | None, Resource] = {}
     for batch in table.to_batches(max_chunksize=4096):
         columns = {name: batch.column(name) for name in SPANS.names}
@@ -63,6 +80,13 @@ def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
         for index in range(len(batch)):
             row = {name: column[index] for name, column in values.items()}
             resource = resources.get(row["resource"])
+            own = attributes_from_json(_load(row["attributes"], counters), counters)
+            if row["in_transitions"]:
+                key = (row["rollout_id"], row["attempt"], row["trace_id"], row["span_id"])
+                for name in row["in_transitions"]:
+                    own[name] = shared.value(key, name) if shared is not None else None
+                    if own[name] is None:
+                        counters["without_transition"] += 1
             if resource is None:
                 attributes = attributes_from_json(_load(row["resource"], counters), counters)
                 resource = resources[row["resource"]] = Resource(attributes)
@@ -74,7 +98,7 @@ def spans_from_table(table: pa.Table, counters: Counter[str]) -> Iterable[Span]:
                 row["name"] or "",
                 times[0][index] or 0,
                 times[1][index] or 0,
-                attributes_from_json(_load(row["attributes"], counters), counters),
+                own,
                 resource,
                 row["scope"] or "",
                 row["scope_version"] or "",
@@ -125,7 +149,47 @@ def _packed_column(field: pa.Field, values: list[bytes | None]) -> pa.Array:
     )
 
 
-def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
+class _Shared:
+    """What spans have in transitions."""
+
+    def __init__(self, calls: pa.Table, counters: Counter[str]) -> None:
+        keys = [calls.column(name).to_pylist() for name in ("rollout_id", "attempt", "trace_id", "span_id")]
+        order = calls.column("seq").to_pylist()
+        self._rows: dict[SpanKey, int] = {}
+        for row in sorted(range(len(calls)), key=order.__getitem__):
+            key: Any = tuple(column[row] for column in keys)
+            self._rows.setdefault(key, row)
+        self._columns = {name: calls.column(column).combine_chunks() for name, column in _SHARED.items()}
+
+    def value(self, key: SpanKey, name: str) -> Any:
+        """An attribute's value; None if it is not there."""
+        row = self._rows.get(key)
+        if row is None or name not in self._columns:
+            return None
+        scalar = self._columns[name][row]
+        if not scalar.is_valid:
+            return None
+        if _SHARED[name] in _PACKED:
+            return scalar.values.to_numpy(zero_copy_only=False).astype(_PACKED[_SHARED[name]]).tobytes()
+        return scalar.as_py()
+
+
+def _span_rows(attempt: Assembled) -> Iterable[dict[str, Any]]:
+    calls: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for row in attempt.transitions:
+        calls.setdefault((row["trace_id"], row["span_id"]), row)
+    for span in attempt.spans:
+        call = calls.get((span.trace_id, span.span_id)) if span.signal == "span" else None
+        elsewhere = []
+        if call is not None:
+            for name, column in _SHARED.items():
+                value = span.attributes.get(name)
+                if value is not None and value is call[column]:  # the very object: not what it was made of
+                    elsewhere.append(name)
+        yield _span_row(span, attempt.rollout_id, attempt.attempt, elsewhere)
+
+
+def _span_row(span: Span, rollout_id: str, attempt: int, elsewhere: list[str]) -> dict[str, Any]:
     if span.resource.json is None:
         span.resource.json = attributes_dump(span.resource.attributes)
     return {
@@ -145,7 +209,8 @@ def _span_row(span: Span, rollout_id: str, attempt: int) -> dict[str, Any]:
         "scope": span.scope,
         "scope_version": span.scope_version or None,
         "resource": span.resource.json,
-        "attributes": attributes_dump(span.attributes),  # text columns take UTF-8 as it is
+        "attributes": attributes_dump(span.attributes, elsewhere),  # text columns take UTF-8 as it is
+        "in_transitions": elsewhere or None,
         "events": orjson.dumps([event_to_json(event) for event in span.events]) if span.events else None,
         "links": orjson.dumps([link_to_json(link) for link in span.links]) if span.links else None,
         "dropped_attributes_count": span.dropped_attributes,

@@ -28,14 +28,15 @@ WIDTH: Final = 4
 _ELEMENT: Final = 0x0A  # ArrayValue.values
 _DOUBLE: Final = 0x21  # AnyValue.double_value, eight bytes
 _DOUBLE_SIZE: Final = 11
+_DOUBLE_HEAD: Final = np.array([_ELEMENT, 9, _DOUBLE], np.uint8)
 _INT_SIZE: Final = 8  # at most: two tags (the inner is 0x18, int_value), a length, five bytes of varint
 # numpy's unsigned words mix with nothing but themselves.
-_UINT_SIZE, _U2, _U8, _U24 = (np.uint64(n) for n in (_INT_SIZE, 2, 8, 24))
-_HEADS: Final = np.uint64(0xFF00FF)
-_INT_HEADS: Final = np.uint64(0x18 << 16 | _ELEMENT)
-_BYTE: Final = np.uint64(0xFF)
-_SEVEN_BITS: Final = np.uint64(0x7F)
-_ALL: Final = np.uint64(2**64 - 1)
+_U1, _U2, _U3, _U4, _U8, _U24 = (np.uint64(n) for n in (1, 2, 3, 4, 8, 24))
+_HEAD: Final = np.uint64(0xFFFFFF)
+_INT_HEAD: Final = np.uint64(0x18 << 16 | _ELEMENT)
+_SEVENS: Final = tuple(np.uint64(0x7F << 7 * place) for place in range(5))
+_KEPT: Final = np.array([0, 0, 0, *((1 << 8 * n) - 1 for n in range(1, 6))], np.uint64)
+"""Of a word without its head: the bytes of a varint, by the place of the element's last byte."""
 _MAX_INT: Final = np.uint64(2**31 - 1)
 
 
@@ -70,8 +71,7 @@ def pack_array(data: bytes, *, floats: bool) -> bytes | None:
     """The bytes of an OTLP `ArrayValue` of numbers, packed; None if it holds anything else."""
     if not data:
         return b""
-    raw = np.frombuffer(data, np.uint8)
-    return _pack_doubles(raw) if floats else _pack_integers(raw)
+    return _pack_doubles(data) if floats else _pack_integers(data)
 
 
 def _from_text(text: str) -> Any:
@@ -83,37 +83,51 @@ def _from_text(text: str) -> Any:
         raise ValueError("text") from None
 
 
-def _pack_doubles(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes | None:
-    if len(raw) % _DOUBLE_SIZE:
+def _pack_doubles(data: bytes) -> bytes | None:
+    if len(data) % _DOUBLE_SIZE:
         return None
-    rows = raw.reshape(-1, _DOUBLE_SIZE)
-    if (rows[:, 0] != _ELEMENT).any() or (rows[:, 1] != 9).any() or (rows[:, 2] != _DOUBLE).any():
+    rows = np.frombuffer(data, np.uint8).reshape(-1, _DOUBLE_SIZE)
+    if (rows[:, :3] != _DOUBLE_HEAD).any():
         return None
+    values = np.ndarray((len(rows),), "<f8", data, offset=3, strides=(_DOUBLE_SIZE,))
     with np.errstate(over="ignore"):  # beyond float32 is infinite
-        return np.ascontiguousarray(rows[:, 3:]).view("<f8").ravel().astype("<f4").tobytes()
+        return values.astype("<f4").tobytes()
 
 
-def _pack_integers(raw: "np.ndarray[Any, np.dtype[np.uint8]]") -> bytes | None:
+def _pack_integers(data: bytes) -> bytes | None:
+    size = len(data)
+    padded = np.frombuffer(data + bytes(_INT_SIZE), np.uint8)
     # Of an element's bytes just four have their high bit clear: tag, length, tag, and the varint's last.
-    ends = np.flatnonzero(raw < 0x80)
-    if len(ends) == 0 or len(ends) % 4 or ends[-1] != len(raw) - 1:
+    ends = np.flatnonzero(padded[:size] < 0x80)
+    if len(ends) == 0 or len(ends) % 4 or ends[-1] != size - 1:
         return None
     last = ends[3::4]
-    first = np.concatenate(([0], last[:-1] + 1))
-    size = (last - first + 1).astype(np.uint64)
-    if size.max() > _INT_SIZE:  # negative, or beyond int32: the slow path says so
+    first = np.empty_like(last)
+    first[0] = 0
+    np.add(last[:-1], 1, out=first[1:])
+    place = last - first  # of the last byte: two heads and a length come before the varint
+    longest = int(place.max())
+    if longest >= _INT_SIZE or place.min() < 3:  # negative, or beyond int32: the slow path says so
         return None
     # Each element as one little-endian word: 0A, length, 18, and up to five bytes of varint.
-    padded = np.concatenate((raw, np.zeros(_INT_SIZE, np.uint8)))
-    words = np.lib.stride_tricks.sliding_window_view(padded, _INT_SIZE)[first].view("<u8").ravel()
-    if ((words & _HEADS) != _INT_HEADS).any() or (((words >> _U8) & _BYTE) + _U2 != size).any():
+    words = np.ndarray((size + 1,), "<u8", padded, strides=(1,))[first]
+    heads = place.astype(np.uint64)
+    heads -= _U1
+    heads <<= _U8
+    heads |= _INT_HEAD
+    if ((words & _HEAD) != heads).any():
         return None
-    varint = (words & (_ALL >> ((_UINT_SIZE - size) * _U8))) >> _U24
-    values = varint & _SEVEN_BITS
-    for place in range(1, int(size.max()) - 3):
-        values |= ((varint >> np.uint64(8 * place)) & _SEVEN_BITS) << np.uint64(7 * place)
-    if (values > _MAX_INT).any():
-        return None
+    words >>= _U24
+    words &= _KEPT[place]
+    values = words & _SEVENS[0]
+    values |= (words >> _U1) & _SEVENS[1]
+    values |= (words >> _U2) & _SEVENS[2]
+    if longest > 5:
+        values |= (words >> _U3) & _SEVENS[3]
+    if longest > 6:
+        values |= (words >> _U4) & _SEVENS[4]
+        if (values > _MAX_INT).any():
+            return None
     return values.astype("<i4").tobytes()
 
 

@@ -22,9 +22,13 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 __all__ = [
     "ArrayValue",
     "Checked",
+    "KeyValue",
     "KeyValueList",
     "LogsRequest",
     "Malformed",
+    "RawLogsRequest",
+    "RawTraceRequest",
+    "Resource",
     "TraceRequest",
     "check_logs",
     "check_logs_json",
@@ -48,7 +52,16 @@ class Checked:
     """Of these, the ones with an identifier that names nothing: they are never converted."""
 
 
-def _private_pool() -> descriptor_pool.DescriptorPool:
+_REPEATED: Final = {
+    "Span": "attributes",
+    "LogRecord": "attributes",
+    "ResourceSpans": "resource",
+    "ResourceLogs": "resource",
+}
+"""What most messages say in the same words as the one before."""
+
+
+def _private_pool(*, raw_attributes: bool) -> descriptor_pool.DescriptorPool:
     pool = descriptor_pool.DescriptorPool()
     modules = (common_pb2, resource_pb2, trace_pb2, logs_pb2, trace_service_pb2, logs_service_pb2)
     for module in modules:
@@ -58,23 +71,36 @@ def _private_pool() -> descriptor_pool.DescriptorPool:
             if message.name == "AnyValue":
                 for field in message.field:
                     if field.name in ("array_value", "kvlist_value"):
-                        field.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
-                        field.ClearField("type_name")
+                        _declare_bytes(field)
+            for field in message.field:
+                if raw_attributes and field.name == _REPEATED.get(message.name):
+                    _declare_bytes(field)
         pool.Add(file)
     return pool
 
 
-_POOL: Final = _private_pool()
+def _declare_bytes(field: Any) -> None:  # a descriptor
+    field.type = descriptor_pb2.FieldDescriptorProto.TYPE_BYTES
+    field.ClearField("type_name")
 
 
-def _message(name: str) -> Any:  # a class made at run time
-    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"opentelemetry.proto.{name}"))
+_POOL: Final = _private_pool(raw_attributes=False)
+_RAW_POOL: Final = _private_pool(raw_attributes=True)
+
+
+def _message(name: str, pool: descriptor_pool.DescriptorPool = _POOL) -> Any:  # a class made at run time
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"opentelemetry.proto.{name}"))
 
 
 TraceRequest: Final = _message("collector.trace.v1.ExportTraceServiceRequest")
 LogsRequest: Final = _message("collector.logs.v1.ExportLogsServiceRequest")
 ArrayValue: Final = _message("common.v1.ArrayValue")
 KeyValueList: Final = _message("common.v1.KeyValueList")
+KeyValue: Final = _message("common.v1.KeyValue")
+Resource: Final = _message("resource.v1.Resource")
+# For readers that remember: attributes of spans and log records are the bytes of each KeyValue, a resource its bytes.
+RawTraceRequest: Final = _message("collector.trace.v1.ExportTraceServiceRequest", _RAW_POOL)
+RawLogsRequest: Final = _message("collector.logs.v1.ExportLogsServiceRequest", _RAW_POOL)
 
 _NO_TRACE: Final = bytes(16)
 _NO_SPAN: Final = bytes(8)

@@ -14,7 +14,7 @@ import io
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,18 +156,21 @@ class Dataset:
         numbers = None
         if wanted is not None and name != "samples":
             numbers = {self._newest[key] for key in wanted if key in self._newest}
-        parts = []
+        manifests = [m for m in self.manifests if numbers is None or m.number in numbers]
+        return self._table(name, manifests, wanted, run_id, columns)
+
+    def parts(self, tables: Mapping[str, Sequence[str] | None]) -> Iterator[dict[str, pa.Table]]:
+        """Some tables commit by commit, newest generations only: of an attempt all rows come together.
+
+        Args:
+            tables: which columns of each; None for all.
+        """
         for manifest in self.manifests:
-            if numbers is not None and manifest.number not in numbers:
-                continue
-            for entry in manifest.files:
-                if entry.table == name:
-                    parts.append(self._rows(manifest, entry, wanted, run_id, columns))
-        if not parts:
-            parts = [conform(name, schema.empty_table())]
-            if columns is not None:
-                parts = [parts[0].select(list(columns))]
-        return pa.concat_tables(parts)
+            found = {
+                name: self._table(name, [manifest], None, None, columns) for name, columns in tables.items()
+            }
+            if any(found.values()):
+                yield found
 
     def counters(self) -> dict[str, int]:
         """Fidelity counters over the whole data set, by name."""
@@ -176,6 +179,26 @@ class Dataset:
             for name, count in manifest.journal.get("counters", {}).items():
                 totals[name] = totals.get(name, 0) + int(count)
         return totals
+
+    def _table(
+        self,
+        name: str,
+        manifests: Iterable[Manifest],
+        wanted: set[tuple[str, int]] | None,
+        run_id: str | None,
+        columns: Sequence[str] | None,
+    ) -> pa.Table:
+        parts = [
+            self._rows(manifest, entry, wanted, run_id, columns)
+            for manifest in manifests
+            for entry in manifest.files
+            if entry.table == name
+        ]
+        if not parts:
+            parts = [conform(name, TABLES[name].empty_table())]
+            if columns is not None:
+                parts = [parts[0].select(list(columns))]
+        return pa.concat_tables(parts)
 
     def _rows(
         self,

@@ -21,7 +21,8 @@ __all__ = [
     "write_parquet",
 ]
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
+"""2: `spans.in_transitions`; manifests may take files away."""
 VERSION_KEY: Final = b"agentlightning.schema_version"
 
 _TIME = pa.timestamp("us", tz="UTC")
@@ -111,6 +112,8 @@ SPANS: Final = pa.schema(
         # OTLP/JSON lists of key and value, so that every type (bytes as base64) comes back as it was.
         pa.field("resource", pa.string()),
         pa.field("attributes", pa.string()),
+        # Keys whose values stand in the call's row of transitions (same attempt and span), and nowhere else.
+        pa.field("in_transitions", pa.list_(pa.string())),
         pa.field("events", pa.string()),
         pa.field("links", pa.string()),
         pa.field("dropped_attributes_count", pa.int64()),
@@ -149,20 +152,22 @@ _NUMERIC_LISTS = {
     "spans": (),
 }
 
+# A dictionary of texts that never repeat costs time and gains nothing.
+_UNIQUE_TEXTS: Final = {"call_id", "span_id", "request", "response", "attributes", "input"}
+
 
 def write_parquet(table: str, rows: pa.Table, path: str | Path | IO[bytes]) -> None:
     """Write rows of one of TABLES to `path` (a path or a file object), with the schema's version."""
     schema = TABLES[table]
     split = [f"{name}.list.element" for name in _NUMERIC_LISTS[table]]
     metadata = {**(rows.schema.metadata or {}), VERSION_KEY: str(SCHEMA_VERSION).encode()}
-    plain = set(split)
-    dictionary = [name for name in _leaf_names(schema) if name not in plain]
+    apart = {*split, *_UNIQUE_TEXTS}
     pq.write_table(
-        rows.cast(schema).replace_schema_metadata(metadata),
+        (rows if rows.schema.equals(schema) else rows.cast(schema)).replace_schema_metadata(metadata),
         path,
         compression="zstd",
         compression_level=1,
-        use_dictionary=dictionary,
+        use_dictionary=[name for name in _leaf_names(schema) if name not in apart],
         column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT") or None,
         write_page_checksum=True,
     )

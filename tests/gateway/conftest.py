@@ -520,6 +520,30 @@ def gateway(_shared: Gateway, engine: Engine, sink: Sink) -> Iterator[Gateway]:
     _shared.ask("POST", "/api/rollouts/cancel", {"run_id": "run"})
 
 
+@pytest.fixture(scope="session")
+def _pair(
+    tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink], database: NewDatabase
+) -> Iterator[tuple[Gateway, Gateway]]:
+    options = ["--engine", _servers[0].url, *database()]
+    first, second = (
+        Gateway(tmp_path_factory.mktemp("pair"), _servers[1].url, options, tokens=True) for _ in range(2)
+    )
+    yield first, second
+    for gateway in (first, second):
+        assert gateway.stop() == 0, gateway.log()
+        assert "Traceback" not in gateway.log(), gateway.log()
+
+
+@pytest.fixture
+def pair(_pair: tuple[Gateway, Gateway], engine: Engine, sink: Sink) -> Iterator[tuple[Gateway, Gateway]]:
+    """Two gateways on one database, shared by tests; the queue is empty."""
+    yield _pair
+    engine.mode, sink.mode = "ok", "ok"
+    engine.proceed.set()
+    sink.proceed.set()
+    _pair[0].ask("POST", "/api/rollouts/cancel", {"run_id": "run"})
+
+
 @pytest.fixture(name="until")
 def _until() -> Callable[..., Any]:
     return until

@@ -6,7 +6,7 @@ An engine that fails is set aside, with the reason, until a probe finds it well 
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -75,6 +75,23 @@ class Engines:
     async def load(self) -> None:
         for row in await self._database.read(_rows):
             self._engines[row["engine_id"]] = Engine(**row)
+
+    def refresh(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what another gateway registered or removed; new engines are probed soon."""
+        known = {row["engine_id"]: row for row in rows}
+        for engine_id, engine in list(self._engines.items()):
+            row = known.get(engine_id)
+            if row is None:
+                del self._engines[engine_id]
+            elif (row["policy"], row["url"], row["token_file"]) != (
+                engine.policy,
+                engine.url,
+                engine.token_file,
+            ):
+                self._engines[engine_id] = Engine(**row)
+        for engine_id, row in known.items():
+            if engine_id not in self._engines:
+                self._engines[engine_id] = Engine(**row)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))

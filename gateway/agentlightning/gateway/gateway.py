@@ -20,6 +20,7 @@ from agentlightning.gateway.live import Live
 from agentlightning.gateway.outbox import Outbox
 from agentlightning.gateway.policies import Policies
 from agentlightning.gateway.proxy import Replays
+from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.settings import Settings
 from agentlightning.gateway.tokens import Claims, Roles, Signer, signing_key
 from agentlightning.proto.ids import new_id
@@ -76,9 +77,10 @@ class Gateway:
         self.policies = Policies(database, self.counters.add)
         self.engines = Engines(database, session)
         self.replays = Replays()
+        self.replicas = Replicas(database, self.boot_id, self.policies, self.engines, self.live)
         self.queued = Signal()
         self.finished = Signal()
-        self.outbox = Outbox(database, self.exporter, self.counters.add, self.finished.fire)
+        self.outbox = Outbox(database, self.boot_id, self.exporter, self.counters.add, self.finished.fire)
         self.stopping = asyncio.Event()
         self.broken: BaseException | None = None
         """What ended a background task: the gateway must not go on without it."""
@@ -86,7 +88,7 @@ class Gateway:
     @property
     def epoch(self) -> str:
         """What controllers know as the boot id."""
-        return self.boot_id
+        return self.replicas.epoch
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -109,6 +111,7 @@ class Gateway:
                         gateway.counters.run(),
                         gateway.outbox.run(),
                         gateway.engines.run(),
+                        gateway.replicas.run(),
                         gateway._sweep(),
                     )
                 ]
@@ -121,6 +124,7 @@ class Gateway:
                     await asyncio.gather(*jobs, return_exceptions=True)
                     await gateway.exporter.close()
                     await gateway.counters.flush()
+                    await gateway.replicas.leave()
             finally:
                 database.close()
 
@@ -164,6 +168,7 @@ class Gateway:
     async def _start(self) -> None:
         await self.policies.load()
         await self.engines.load()
+        await self.replicas.join()
         await self.database.write(rollouts.extend_leases, self.settings.lease_grace_s)
         for number, (policy, url) in enumerate(self.settings.engines):
             await self.policies.put(policy)

@@ -57,6 +57,10 @@ class Live:
         if found is not None and found.calls:
             await asyncio.wait([call.settled for call in found.calls], timeout=timeout)
 
+    def keys(self) -> list[tuple[str, int]]:
+        """The attempts that are known here."""
+        return list(self._attempts)
+
     def end(self, rollout_id: str, attempt: int) -> None:
         """Forget an attempt that has ended, and stop the calls that it has in flight."""
         found = self._attempts.pop((rollout_id, attempt), None)

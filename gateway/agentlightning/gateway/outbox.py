@@ -6,24 +6,28 @@ gets its `change` number: only then do followers see it, so that what they ask t
 """
 
 import asyncio
+import contextlib
 import logging
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
-from sqlalchemy import Connection, bindparam, select, update
+from sqlalchemy import Connection, bindparam, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
 from agentlightning.gateway.collector import CaptureFailed, Exporter
 from agentlightning.gateway.database import Database, insert_ignore
-from agentlightning.gateway.tables import meta, outbox, rollouts
+from agentlightning.gateway.tables import meta, outbox, replicas, rollouts
 
 __all__ = ["Outbox", "next_changes", "post"]
 
 logger = logging.getLogger(__name__)
 BATCH: Final = 256
 PAUSE_AFTER_FAILURE: Final = 1.0
+LOOK_AGAIN: Final = 0.5
+"""Seconds between two looks at what other gateways did."""
 _CHANGE: Final = select(meta.c.value).where(meta.c.key == "change")
 _FINISH: Final = (
     update(rollouts)
@@ -63,11 +67,13 @@ class Outbox:
     def __init__(
         self,
         database: Database,
+        boot_id: str,
         exporter: Exporter,
         count: Callable[[str], None],
         delivered: Callable[[], None],
     ) -> None:
         self._database = database
+        self._boot_id = boot_id
         self._exporter = exporter
         self._count = count
         self._delivered = delivered
@@ -86,14 +92,27 @@ class Outbox:
             if not await self._database.read(_waiting, key):
                 return True
             self.wake()
-            async with asyncio.timeout(timeout):
-                return await waiter
+            if not self._database.shared:
+                async with asyncio.timeout(timeout):
+                    return await waiter
+            return await self._anywhere(waiter, key, timeout)
         except TimeoutError:
             return False
         finally:
             self._waiters[key].discard(waiter)
             if not self._waiters[key]:
                 del self._waiters[key]
+
+    async def _anywhere(self, waiter: asyncio.Future[bool], key: str, timeout: float) -> bool:
+        """As `delivery`, where another gateway may be the one that sends."""
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            done, _ = await asyncio.wait([waiter], timeout=min(left, LOOK_AGAIN))
+            if done:
+                return waiter.result()
+            if not await self._database.read(_waiting, key):
+                return True
+        return False
 
     async def run(self) -> None:
         while True:
@@ -106,11 +125,17 @@ class Outbox:
                 logger.warning("the outbox is delayed: %s", error)
                 await asyncio.sleep(PAUSE_AFTER_FAILURE)
                 continue
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                # What a gateway that died was sending becomes ours when its silence is noticed.
+                async with asyncio.timeout(LOOK_AGAIN if self._database.shared else None):
+                    await self._wake.wait()
 
     async def drain(self) -> int:
         """Send one batch. Returns how many spans it had. Raises CaptureFailed."""
-        rows = await self._database.read(_batch)
+        if self._database.shared:
+            rows = await self._database.write(_take, self._boot_id)
+        else:
+            rows = await self._database.read(_batch)
         if not rows:
             return 0
         try:
@@ -147,6 +172,20 @@ class Outbox:
 
 def _batch(connection: Connection) -> list[Any]:
     return list(connection.execute(select(outbox).order_by(outbox.c.id).limit(BATCH)).mappings())
+
+
+def _take(connection: Connection, boot_id: str) -> list[Any]:
+    """Spans that no other living gateway is sending."""
+    free = or_(
+        outbox.c.taken_by.is_(None),
+        outbox.c.taken_by == boot_id,
+        outbox.c.taken_by.not_in(select(replicas.c.boot_id)),
+    )
+    some = (
+        select(outbox.c.id).where(free).order_by(outbox.c.id).limit(BATCH).with_for_update(skip_locked=True)
+    )
+    taken = update(outbox).where(outbox.c.id.in_(some)).values(taken_by=boot_id).returning(outbox)
+    return sorted(map(dict, connection.execute(taken).mappings()), key=lambda row: row["id"])
 
 
 def _waiting(connection: Connection, key: str) -> bool:

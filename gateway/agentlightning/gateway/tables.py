@@ -32,6 +32,7 @@ __all__ = [
     "metadata",
     "outbox",
     "policies",
+    "replicas",
     "rewards",
     "rollouts",
 ]
@@ -44,7 +45,7 @@ _Serial = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by
 meta = Table(
     "meta", metadata, Column("key", String(64), primary_key=True), Column("value", Text, nullable=False)
 )
-"""`schema`, `signing_key`, and `change`: the last number given to a finished rollout."""
+"""`schema`, `signing_key`, `change`: the last number given to a finished rollout, and `epoch`: of the gateways."""
 
 rollouts = Table(
     "rollouts",
@@ -148,6 +149,7 @@ outbox = Table(
     Column("key", Text, nullable=False),  # who waits for it, see `outbox.py`
     Column("finishes", _Id),  # rollout whose terminal state this span tells
     Column("span", LargeBinary, nullable=False),
+    Column("taken_by", String(64)),  # the gateway that is sending it, where there are several
 )
 """Spans that belong to a committed change and are not yet acknowledged by the collector."""
 
@@ -171,6 +173,15 @@ engines = Table(
     Column("model", Text),
     Column("token_file", Text),  # the path, never the token
 )
+
+replicas = Table(
+    "replicas",
+    metadata,
+    Column("boot_id", String(64), primary_key=True),
+    Column("seen", Float, nullable=False),
+    Column("holds", Text, nullable=False),
+)
+"""The gateways on this database, see `replicas.py`."""
 
 counters = Table(
     "counters",

@@ -182,7 +182,7 @@ def test_a_policys_names_are_those_of_its_token_only(gateway):
 
 def test_other_paths_say_what_is_served(gateway):
     key = gateway.begin("elsewhere")["token"]
-    answer = gateway.http.post("/v1/responses", json={}, headers={"authorization": f"Bearer {key}"})
+    answer = gateway.http.post("/v1/images", json={}, headers={"authorization": f"Bearer {key}"})
     assert answer.status_code == 404
     assert "POST /v1/chat/completions" in answer.json()["error"]["message"]
     assert gateway.http.head("/").status_code == gateway.http.get("/").status_code == 200

@@ -92,6 +92,8 @@ def test_streamed_and_unstreamed_calls_leave_the_same_record(gateway, engine, si
         "end",
         "agentlightning.request",
         "gen_ai.request.stream",
+        "agentlightning.time.queue_ms",
+        "agentlightning.time.first_token_ms",
     }
     for index in range(n):
         first, second = ({k: v for k, v in span.items() if k not in varying} for span in spans[index::n])
@@ -230,28 +232,14 @@ def test_a_retry_of_the_client_gets_the_first_answer_again(gateway, engine, sink
             "/v1/chat/completions", json=request, headers={**key, "x-stainless-retry-count": "1"}
         )
         assert again.headers["x-agentlightning-call-id"] == first.headers["x-agentlightning-call-id"]
-        if not stream:
-            assert again.content == first.content
-        else:  # the client puts the same message together
-            assert assemble(again.text) == assemble(first.text)
+        assert again.content == first.content
+        assert again.headers["content-type"] == first.headers["content-type"]
     assert len(engine.requests) == len(sink.calls("retried")) == 2
     gateway.http.post(
         "/v1/chat/completions", json=body, headers=key
     )  # the same question asked anew is a new call
     assert len(engine.requests) == 3
     assert gateway.counters("run")["calls_replayed"] >= 2
-
-
-def assemble(text: str) -> tuple[str, str]:
-    arguments, reason = "", ""
-    for line in text.split("\n\n"):
-        if line.startswith("data: {"):
-            (choice,) = json.loads(line.removeprefix("data: "))["choices"]
-            arguments += "".join(
-                c["function"].get("arguments", "") for c in choice["delta"].get("tool_calls") or ()
-            )
-            reason = choice["finish_reason"] or reason
-    return arguments, reason
 
 
 def test_a_retry_while_the_first_is_in_flight_waits_for_its_answer(gateway, engine, until):

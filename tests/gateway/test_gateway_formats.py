@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 
-from agentlightning.gateway.chat import Answer, BadAnswer, ChatRequest, replay_chunks
+from agentlightning.gateway.answer import Answer, BadAnswer
+from agentlightning.gateway.chat import Chat
+from agentlightning.gateway.memory import Recollections
+from agentlightning.gateway.request import ModelRequest
 from agentlightning.gateway.sse import EventParser
 
 STREAM = (
@@ -23,10 +26,9 @@ def test_events_are_the_same_wherever_the_bytes_are_cut():
     assert [event for i in range(len(STREAM)) for event in parser.feed(STREAM[i : i + 1])] == EVENTS
 
 
-def request(**fields: Any) -> ChatRequest:
-    return ChatRequest.parse(
-        json.dumps({"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}).encode()
-    )
+def request(**fields: Any) -> ModelRequest:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], **fields}
+    return Chat().parse(json.dumps(body).encode(), Recollections().of("me"))
 
 
 def chunk(
@@ -76,7 +78,7 @@ def test_reasoning_and_tool_calls_are_put_together():
         chunk([4], finish="tool_calls", tool_calls=[{"index": 0, "function": {"arguments": ": 1}"}}]),
     ):
         answer.read_chunk(part)
-    record = answer.plain("m", answer.choices[0], logprobs=False)
+    record = Chat().writer(request()).record(answer, answer.choices[0])
     assert record["choices"] == [
         {
             "index": 0,
@@ -91,10 +93,6 @@ def test_reasoning_and_tool_calls_are_put_together():
             "finish_reason": "tool_calls",
         }
     ]
-    replayed = Answer()
-    for event in b"".join(replay_chunks(request(stream=True), [record])).split(b"\n\n")[:-2]:
-        replayed.read_chunk(json.loads(event.removeprefix(b"data: ")))
-    assert replayed.plain("m", replayed.choices[0], logprobs=False) == record
 
 
 @pytest.mark.parametrize(

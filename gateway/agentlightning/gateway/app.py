@@ -15,9 +15,18 @@ from starlette.types import ASGIApp
 
 from agentlightning.gateway import http, listing
 from agentlightning.gateway.control import table as control
+from agentlightning.gateway.embeddings import Embeddings
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.gateway import Gateway
-from agentlightning.gateway.proxy import ChatEndpoint, ModelsEndpoint, NotServed
+from agentlightning.gateway.proxy import (
+    APIS,
+    MESSAGES,
+    CountTokens,
+    ModelEndpoint,
+    ModelsEndpoint,
+    NotServed,
+    PassThrough,
+)
 from agentlightning.gateway.traces import TracesEndpoint
 
 __all__ = ["create_app"]
@@ -27,21 +36,25 @@ logger = logging.getLogger(__name__)
 
 def create_app(gateway: Gateway) -> Starlette:
     """The application of a gateway that is open."""
-    chat, models, not_served = ChatEndpoint(gateway), ModelsEndpoint(gateway), NotServed(gateway)
-    traces = TracesEndpoint(gateway)
+    models, not_served = ModelsEndpoint(gateway), NotServed(gateway)
+    count, embeddings = CountTokens(gateway, MESSAGES), PassThrough(gateway, Embeddings())
+    endpoints = {api.path: ModelEndpoint(gateway, api) for api in APIS}
+    traces, watch = TracesEndpoint(gateway), _Watch(gateway)
     table: list[BaseRoute] = []
     for prefix in ("", "/r/{token}"):  # the token as a path, for clients that cannot set a key
         table += [
-            _route(f"{prefix}/v1/chat/completions", chat, "POST"),
+            *(_route(f"{prefix}/v1/{path}", endpoint, "POST") for path, endpoint in endpoints.items()),
+            _route(f"{prefix}/v1/messages/count_tokens", count, "POST"),
+            _route(f"{prefix}/v1/embeddings", embeddings, "POST"),
+            Route(f"{prefix}/", watch.root),
+            Route(f"{prefix}/api/hello", watch.root),  # where Claude Code looks whether anybody is there
             _route(f"{prefix}/v1/traces", traces, "POST"),
             _route(f"{prefix}/v1/models", models, "GET"),
             _route(f"{prefix}/v1/models/{{model:path}}", models, "GET"),
             _route(f"{prefix}/v1/{{rest:path}}", not_served, "GET", "POST", "PUT", "DELETE", "PATCH"),
         ]
     table += control.routes(gateway)
-    watch = _Watch(gateway)
     table += [
-        Route("/", watch.root),
         Route("/healthz", watch.healthz),
         Route("/readyz", watch.readyz),
         Route("/metrics", watch.metrics),

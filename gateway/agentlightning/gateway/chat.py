@@ -1,44 +1,43 @@
-"""The chat-completions format: what goes to the engine, what comes back, and what of it the client may see.
+"""OpenAI's chat completions: the API that engines speak, so requests and answers pass as they are.
 
-The engine is always asked for token ids and log-probabilities. `Answer` gathers them, plain or chunk by chunk, into
-one and the same record; `hide` takes out of what is relayed all that the client did not ask for.
+The engine is always asked for token ids and log-probabilities; what of them the client did not ask for is taken out.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import ClassVar, Final
 
 import orjson
 
-from agentlightning.proto.packed import pack_floats
-
-__all__ = ["SAMPLING_KEYS", "Answer", "BadAnswer", "BadRequest", "ChatRequest", "Choice", "replay_chunks"]
-
-Json = dict[str, Any]  # Any: JSON that others wrote
-
-SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "max_tokens")
-"""What a run may set for all calls of its rollouts."""
-_SHAPING: Final = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
+from agentlightning.gateway.answer import MAX_CHOICES, Answer, Choice, message_of
+from agentlightning.gateway.errors import ModelError
+from agentlightning.gateway.memory import Memory
+from agentlightning.gateway.request import SECRET_FIELDS, Api, ModelRequest, Writer, load
+from agentlightning.gateway.rules import (
+    ANY,
+    BOOLEAN,
+    COUNT,
+    INTEGER,
+    ITEMS,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    BadRequest,
+    Json,
+    Rule,
+    Table,
+    accepted,
+    check,
+    honoured,
+    only,
+    refused,
 )
-"""Fields by which an agent changes the distribution that it samples from: replaced as a whole by the run's.
-A seed above all: it would make the rollouts of a group the same."""
-_RECORDED: Final = {
-    "temperature": "gen_ai.request.temperature",
-    "top_p": "gen_ai.request.top_p",
-    "top_k": "gen_ai.request.top_k",
-    "presence_penalty": "gen_ai.request.presence_penalty",
-    "frequency_penalty": "gen_ai.request.frequency_penalty",
-}
-_SECRET_FIELDS: Final = ("api_key", "authorization", "extra_headers", "headers")
+
+__all__ = ["DONE", "PASSED_ON", "Chat", "ChatWriter", "check_common", "encode_event"]
+
+DONE: Final = b"data: [DONE]\n\n"
+_ENGINE: Final = "passed to the engine, which honours or refuses it"
+_BILLING: Final = "says nothing about the answer"
+_SECRET: Final = "taken out: neither forwarded nor recorded"
+
 _HIDDEN_TOP: Final = (
     "prompt_token_ids",
     "model_version",
@@ -46,342 +45,181 @@ _HIDDEN_TOP: Final = (
     "prompt_logprobs",
     "kv_transfer_params",
 )
-MAX_CHOICES: Final = 128
+
+PASSED_ON: Final[dict[str, Rule]] = {
+    "temperature": honoured("unless the run sets the sampling", NUMBER),
+    "top_p": honoured("unless the run sets the sampling", NUMBER),
+    "top_k": honoured("unless the run sets the sampling; an extension of the engines", INTEGER),
+    "min_p": honoured("unless the run sets the sampling; an extension of the engines", NUMBER),
+    "seed": honoured("unless the run sets the sampling", INTEGER),
+    "presence_penalty": honoured("unless the run sets the sampling", NUMBER),
+    "frequency_penalty": honoured("unless the run sets the sampling", NUMBER),
+    "repetition_penalty": honoured("unless the run sets the sampling; an extension of the engines", NUMBER),
+    "logit_bias": honoured(_ENGINE, OBJECT),
+    "stop": honoured("where to stop"),
+    "stop_token_ids": honoured(f"an extension of vLLM, {_ENGINE}", ITEMS),
+    "include_stop_str_in_output": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+    "min_tokens": honoured(f"an extension of vLLM, {_ENGINE}", INTEGER),
+    "ignore_eos": honoured(f"an extension of the engines, {_ENGINE}", BOOLEAN),
+    "skip_special_tokens": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+    "spaces_between_special_tokens": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+    "allowed_token_ids": honoured(f"an extension of vLLM, {_ENGINE}", ITEMS),
+    "bad_words": honoured(f"an extension of vLLM, {_ENGINE}", ITEMS),
+    "structured_outputs": honoured(f"an extension of vLLM, {_ENGINE}", OBJECT),
+    "add_special_tokens": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+    "priority": honoured(f"an extension of vLLM, {_ENGINE}", INTEGER),
+    "return_token_ids": honoured("always asked of the engine; shown to the client that asks", BOOLEAN),
+    "user": accepted(_BILLING, TEXT),
+}
+"""Fields that both of the engines' APIs have."""
 
 
-class BadRequest(Exception):
-    """A request that cannot be served as it is; `param` names the field."""
+class Chat(Api):
+    """`POST /v1/chat/completions`."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
+    path = "chat/completions"
+    fields: ClassVar[Table] = {
+        "model": honoured("the policy's name, or its base model's", TEXT),
+        "messages": honoured("passed to the engine, images and all"),
+        "max_tokens": honoured("at most what the run allows", COUNT),
+        "max_completion_tokens": honoured("at most what the run allows", COUNT),
+        "n": honoured(f"up to {MAX_CHOICES}; one record for each choice", ANY),
+        "stream": honoured("as server-sent events", BOOLEAN),
+        "stream_options": honoured("`include_usage`", OBJECT),
+        "logprobs": honoured("always asked of the engine; shown to the client that asks", BOOLEAN),
+        "top_logprobs": honoured("needs `logprobs`", INTEGER),
+        "tools": honoured(_ENGINE, ITEMS),
+        "tool_choice": honoured(_ENGINE),
+        "parallel_tool_calls": honoured(_ENGINE, BOOLEAN),
+        "response_format": honoured(_ENGINE, OBJECT),
+        "reasoning_effort": honoured(_ENGINE, TEXT),
+        "include_reasoning": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+        **PASSED_ON,
+        "chat_template_kwargs": honoured(f"an extension of vLLM, {_ENGINE}", OBJECT),
+        "add_generation_prompt": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+        "continue_final_message": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+        "documents": honoured(f"an extension of vLLM, {_ENGINE}", ITEMS),
+        "mm_processor_kwargs": honoured(f"an extension of vLLM, {_ENGINE}", OBJECT),
+        "thinking_token_budget": honoured(f"an extension of vLLM, {_ENGINE}", INTEGER),
+        "modalities": only(["text"], why="policies answer in text"),
+        "safety_identifier": accepted(_BILLING),
+        "prompt_cache_key": accepted(_BILLING),
+        "prompt_cache_retention": accepted(_BILLING),
+        "prompt_cache_options": accepted(_BILLING),
+        "metadata": accepted(_BILLING),
+        "store": accepted("the record is kept anyhow"),
+        "service_tier": accepted(_BILLING),
+        **{name: accepted(_SECRET) for name in SECRET_FIELDS},
+        "verbosity": only("medium", why="policies have no such setting"),
+        "audio": refused("policies answer in text"),
+        "functions": refused("use tools"),
+        "function_call": refused("use tool_choice"),
+        "prediction": refused("the engines cannot use predicted text"),
+        "web_search_options": refused("the gateway reaches no other service"),
+        "moderation": refused("the gateway moderates nothing"),
+    }
 
-
-class BadAnswer(Exception):
-    """The engine's answer is not what the format says."""
-
-
-@dataclass(slots=True)
-class ChatRequest:
-    """A client's request, and what it asked for."""
-
-    raw: bytes
-    body: Json
-    model: str
-    stream: bool
-    n: int
-    wants_logprobs: bool
-    wants_token_ids: bool
-    wants_usage: bool
-    digest: str
-
-    @classmethod
-    def parse(cls, raw: bytes) -> "ChatRequest":
-        """Raises BadRequest with what is wrong. Fields that only the engine knows are left to it."""
-        try:
-            body = orjson.loads(raw)
-        except ValueError as error:
-            raise BadRequest(f"The request body is not valid JSON: {error}.") from None
-        if not isinstance(body, dict):
-            raise BadRequest("The request body must be a JSON object.")
-        model, stream, n = body.get("model"), body.get("stream"), body.get("n")
-        options = body.get("stream_options")
-        if not isinstance(model, str) or not model:
-            raise BadRequest("You must provide a model parameter, as a string.", "model")
+    def parse(self, raw: bytes, memory: Memory) -> ModelRequest:
+        body = load(raw)
         if not isinstance(body.get("messages"), list) or not body["messages"]:
             raise BadRequest("'messages' must be a non-empty array.", "messages")
-        if stream not in (None, True, False):
-            raise BadRequest("'stream' must be a boolean.", "stream")
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MAX_CHOICES):
-            raise BadRequest(f"'n' must be an integer from 1 to {MAX_CHOICES}.", "n")
-        if options is not None and (not isinstance(options, dict) or not stream):
-            raise BadRequest(
-                "'stream_options' must be an object, and needs 'stream': true.", "stream_options"
-            )
-        for key in ("max_tokens", "max_completion_tokens"):
-            limit = body.get(key)
-            if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-                raise BadRequest(f"'{key}' must be a positive integer.", key)
-        return cls(
+        check_common(body, self.fields)
+        options = body.get("stream_options")
+        return ModelRequest(
+            api=self,
             raw=raw,
             body=body,
-            model=model,
-            stream=bool(stream),
-            n=n or 1,
+            chat={key: value for key, value in body.items() if value is not None and key not in _ACCEPTED},
             wants_logprobs=bool(body.get("logprobs")),
             wants_token_ids=bool(body.get("return_token_ids")),
             wants_usage=bool(options and options.get("include_usage")),
-            digest=hashlib.blake2b(raw, digest_size=16).hexdigest(),
         )
 
-    def for_engine(self, model: str, sampling: Mapping[str, Any] | None) -> Json:
-        """The body that the engine gets. `sampling`: the run's settings, or None to honour the agent's."""
-        body = {key: value for key, value in self.body.items() if key not in _SECRET_FIELDS}
-        body["model"] = model
-        if sampling:
-            for key in _SHAPING:
-                body.pop(key, None)
-            body.update({key: value for key, value in sampling.items() if key != "max_tokens"})
-            if (limit := sampling.get("max_tokens")) is not None:
-                asked = [key for key in ("max_tokens", "max_completion_tokens") if body.get(key) is not None]
-                for key in asked or ["max_tokens"]:
-                    body[key] = min(limit, body.get(key) or limit)
-        body["return_token_ids"] = True
-        body["logprobs"] = True
-        if self.stream:
-            body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
-        return body
-
-    def text(self, secret: str | None) -> str:
-        """The exact body, for the record, without secrets."""
-        raw = self.raw
-        if any(key in self.body for key in _SECRET_FIELDS):
-            raw = orjson.dumps({key: value for key, value in self.body.items() if key not in _SECRET_FIELDS})
-        text = raw.decode()
-        return text.replace(secret, "[removed]") if secret is not None else text
-
-    def hide(self, answer: Json) -> Json:
-        """Take out of an answer, or of a chunk of one, what the client did not ask for."""
-        if not self.wants_token_ids:
-            for key in _HIDDEN_TOP:
-                answer.pop(key, None)
-        answer["model"] = self.model
-        for choice in answer.get("choices") or ():
-            if not self.wants_token_ids:
-                choice.pop("token_ids", None)
-                choice.pop("model_versions", None)
-            if not self.wants_logprobs:
-                choice.pop("logprobs", None)
-        return answer
+    def writer(self, request: ModelRequest) -> Writer:
+        return ChatWriter(request)
 
 
-def sampling_attributes(body: Json) -> dict[str, Any]:
-    """The settings really in force, as `gen_ai.request.*` attributes."""
-    found: dict[str, Any] = {}
-    for key, name in _RECORDED.items():
-        value = body.get(key)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name] = value if key == "top_k" else float(value)
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None:
-        found["gen_ai.request.max_tokens"] = limit
-    if isinstance(seed := body.get("seed"), int):
-        found["gen_ai.request.seed"] = seed
-    stop = body.get("stop")
-    stops = [stop] if isinstance(stop, str) else [item for item in stop or () if isinstance(item, str)]
-    if stops:
-        found["gen_ai.request.stop_sequences"] = stops
-    if (n := body.get("n") or 1) != 1:
-        found["gen_ai.request.choice.count"] = n
-    if body.get("stream"):
-        found["gen_ai.request.stream"] = True
-    return found
+_ACCEPTED: Final = frozenset(name for name, rule in Chat.fields.items() if rule.fate in ("accepted", "only"))
 
 
-@dataclass(slots=True)
-class Choice:
-    """One of the answers to a request."""
+class ChatWriter(Writer):
+    """Relays the engine's own chunks, less what was not asked for."""
 
-    index: int
-    message: Json = field(default_factory=dict)
-    finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    logprob_entries: list[Json] | None = None
-    versions: list[int] = field(default_factory=list)
-    """`[start, version, …]` of the sampled tokens."""
-    extra: Json = field(default_factory=dict)
+    def chunk(self, data: Json, answer: Answer) -> tuple[bytes, bytes]:
+        choices = data["choices"]
+        if not self.request.wants_usage:
+            data.pop("usage", None)
+            if not choices:
+                return b"", b""
+        event = encode_event(self._hide(data))
+        for choice in choices:
+            if not choice.get("finish_reason"):
+                return event, b""
+        return b"", event
 
-    def logprobs(self) -> bytes | None:
-        """One per token id, packed. Raises BadAnswer if they are not parallel."""
-        if self.token_ids is None or self.logprob_entries is None:
-            return None
-        if len(self.logprob_entries) != len(self.token_ids):
-            raise BadAnswer(
-                f"{len(self.token_ids)} token ids came with {len(self.logprob_entries)} log-probabilities."
-            )
-        try:
-            return pack_floats([entry["logprob"] for entry in self.logprob_entries])
-        except (KeyError, TypeError) as error:
-            raise BadAnswer(f"The log-probabilities cannot be read ({error!r}).") from None
+    def end(self, answer: Answer) -> bytes:
+        return DONE
 
+    def plain(self, data: Json, answer: Answer) -> bytes:
+        return orjson.dumps(self._hide(data))
 
-class Answer:
-    """What the engine said, plain or in chunks: both leave the same record."""
-
-    def __init__(self) -> None:
-        self.head: Json = {}
-        self.choices: dict[int, Choice] = {}
-        self.prompt_ids: list[int] | None = None
-        self.version: int | None = None
-        self.usage: Json | None = None
-
-    def read_plain(self, data: Any) -> None:
-        """Take in a whole answer. Raises BadAnswer."""
-        try:
-            self._read_top(data)
-            for item in data["choices"]:
-                choice = self._choice(item)
-                choice.message = dict(item["message"])
-                self._read_common(choice, item)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadAnswer(f"The engine's answer is not a chat completion ({error!r}).") from None
-        self.check_complete()
-
-    def read_chunk(self, data: Any) -> None:
-        """Take in one chunk of a stream. Raises BadAnswer."""
-        try:
-            self._read_top(data)
-            for item in data["choices"]:
-                choice = self._choice(item)
-                for key, value in (item.get("delta") or {}).items():
-                    _merge(choice.message, key, value)
-                self._read_common(choice, item)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BadAnswer(f"The engine's chunk is not one of a chat completion ({error!r}).") from None
-
-    def check_complete(self) -> None:
-        """Raises BadAnswer unless every choice has ended."""
-        if not self.choices or any(choice.finish_reason is None for choice in self.choices.values()):
-            raise BadAnswer("The engine's answer ended before it was complete.")
-
-    def versions_of(self, choice: Choice) -> tuple[int | None, list[int] | None]:
-        """Version of the first sampled token; and where it changed, if it did."""
-        if len(choice.versions) > 2:
-            return choice.versions[1], choice.versions
-        return (choice.versions[1] if choice.versions else self.version), None
-
-    def plain(self, model: str, choice: Choice, *, logprobs: bool) -> Json:
-        """The record of one choice, as an unstreamed answer."""
-        item: Json = {"index": choice.index, "message": _message(choice.message)}
-        if logprobs and choice.logprob_entries is not None:
+    def record(self, answer: Answer, choice: Choice) -> Json:
+        item: Json = {"index": choice.index, "message": message_of(choice)}
+        if self.request.wants_logprobs and choice.logprob_entries is not None:
             item["logprobs"] = {"content": choice.logprob_entries}
         item["finish_reason"] = choice.finish_reason
         item.update({key: choice.extra[key] for key in sorted(choice.extra)})
-        answer = {
-            "id": self.head.get("id"),
+        made = {
+            "id": answer.head.get("id"),
             "object": "chat.completion",
-            "created": self.head.get("created"),
-            "model": model,
+            "created": answer.head.get("created"),
+            "model": self.request.model,
             "choices": [item],
         }
-        if self.usage is not None:
-            answer["usage"] = self.usage
-        return answer
+        if answer.usage is not None:
+            made["usage"] = answer.usage
+        return made
 
-    def _read_top(self, data: Json) -> None:
-        if "error" in data:
-            error = data["error"]
-            raise BadAnswer(
-                f"The engine reported: {error.get('message') if isinstance(error, dict) else error}"
+    def error(self, error: ModelError) -> bytes:
+        return b"data: " + error.body() + b"\n\n"
+
+    def _hide(self, data: Json) -> Json:
+        """Take out of an answer, or of a chunk of one, what the client did not ask for."""
+        request = self.request
+        if not request.wants_token_ids:
+            for key in _HIDDEN_TOP:
+                data.pop(key, None)
+        data["model"] = request.model
+        for choice in data["choices"]:
+            if not request.wants_token_ids:
+                choice.pop("token_ids", None)
+                choice.pop("model_versions", None)
+                choice.pop("prompt_token_ids", None)
+            if not request.wants_logprobs:
+                choice.pop("logprobs", None)
+        return data
+
+
+def check_common(body: Json, fields: Table) -> None:
+    """What the two APIs of the engines have in common. Raises BadRequest."""
+    check(body, fields)
+    n, options = body.get("n"), body.get("stream_options")
+    if n is not None and (type(n) is not int or not 1 <= n <= MAX_CHOICES):
+        raise BadRequest(f"'n' must be an integer from 1 to {MAX_CHOICES}.", "n")
+    if options is not None:
+        if not body.get("stream"):
+            raise BadRequest(
+                "'stream_options' must be an object, and needs 'stream': true.", "stream_options"
             )
-        if not self.head:
-            self.head = {key: data.get(key) for key in ("id", "created", "model")}
-        if data.get("prompt_token_ids") is not None:
-            self.prompt_ids = data["prompt_token_ids"]
-        if data.get("usage"):
-            self.usage = data["usage"]
-        version = data.get("model_version")
-        if isinstance(version, int):
-            if self.version is not None and version != self.version:
-                for choice in self.choices.values():
-                    if choice.token_ids:
-                        choice.versions = choice.versions or [0, self.version]
-                        choice.versions = [*choice.versions, len(choice.token_ids), version]
-            self.version = version
-
-    def _choice(self, item: Json) -> Choice:
-        index = item["index"]
-        if not isinstance(index, int) or not 0 <= index < MAX_CHOICES:
-            raise TypeError("index")
-        if index not in self.choices:
-            self.choices[index] = Choice(index)
-        return self.choices[index]
-
-    def _read_common(self, choice: Choice, item: Json) -> None:
-        for key, value in item.items():
-            if key == "token_ids":
-                if value is not None:
-                    choice.token_ids = (choice.token_ids or []) + value
-            elif key == "logprobs":
-                if value is not None and value.get("content") is not None:
-                    choice.logprob_entries = (choice.logprob_entries or []) + value["content"]
-            elif key == "finish_reason":
-                choice.finish_reason = value or choice.finish_reason
-            elif key == "model_versions":
-                choice.versions = value or choice.versions
-            elif key not in ("index", "message", "delta") and value is not None:
-                choice.extra[key] = value
+        check(options, _STREAM_OPTIONS, "stream_options.")
 
 
-def replay_chunks(request: ChatRequest, answers: list[Json]) -> Iterator[bytes]:
-    """An answer given before, as the events of a stream; the last one is the terminal event."""
-    last: Json = {}
-    for answer in answers:
-        for item in answer["choices"]:
-            delta = dict(item["message"])
-            if "tool_calls" in delta:
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(delta["tool_calls"])]
-            head = {"id": answer["id"], "object": "chat.completion.chunk", "created": answer["created"]}
-            last = {**head, "model": request.model, "choices": []}
-            first = {"index": item["index"], "delta": delta, "finish_reason": None}
-            if "logprobs" in item:
-                first["logprobs"] = item["logprobs"]
-            yield encode_event({**last, "choices": [first]})
-            end = {"index": item["index"], "delta": {}, "finish_reason": item["finish_reason"]}
-            yield encode_event({**last, "choices": [end]})
-    if request.wants_usage:
-        yield encode_event({**last, "usage": answers[-1].get("usage")})
-    yield DONE
-
-
-DONE: Final = b"data: [DONE]\n\n"
+_STREAM_OPTIONS: Final[Table] = {
+    "include_usage": honoured("the last chunk tells the tokens", BOOLEAN),
+    "include_obfuscation": accepted("nothing is padded"),
+    "continuous_usage_stats": honoured(f"an extension of vLLM, {_ENGINE}", BOOLEAN),
+}
 
 
 def encode_event(data: Json) -> bytes:
     return b"data: " + orjson.dumps(data) + b"\n\n"
-
-
-def _merge(message: Json, key: str, value: Any) -> None:
-    """Add one field of a delta to the message so far."""
-    if value is None:
-        return
-    if key == "tool_calls":
-        calls = message.setdefault("tool_calls", [])
-        for part in value:
-            position = part.get("index", 0)
-            if not isinstance(position, int) or not 0 <= position <= len(calls):
-                raise TypeError("tool_calls[].index")
-            if position == len(calls):
-                calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
-            call = calls[position]
-            function = part.get("function") or {}
-            call["id"] = part.get("id") or call["id"]
-            call["type"] = part.get("type") or call["type"]
-            call["function"]["name"] += function.get("name") or ""
-            call["function"]["arguments"] += function.get("arguments") or ""
-    elif isinstance(value, str) and key != "role":
-        message[key] = message.get(key, "") + value
-    else:
-        message[key] = value
-
-
-def _message(message: Json) -> Json:
-    """One spelling for the same message, however it came: nulls and empty lists left out, fields in order."""
-    calls = message.get("tool_calls")
-    clean: Json = {"role": message.get("role") or "assistant", "content": message.get("content") or ""}
-    if calls:
-        clean["content"] = clean["content"] or None
-        clean["tool_calls"] = [_tool_call(call) for call in calls]
-    for key in sorted(message):
-        if key not in clean and message[key] not in (None, [], ""):
-            clean[key] = message[key]
-    return clean
-
-
-def _tool_call(call: Json) -> Json:
-    function = call.get("function") or {}
-    return {
-        "id": call.get("id"),
-        "type": call.get("type") or "function",
-        "function": {"name": function.get("name"), "arguments": function.get("arguments")},
-    }

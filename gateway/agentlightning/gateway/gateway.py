@@ -17,9 +17,10 @@ from agentlightning.gateway.database import Database, Gathering
 from agentlightning.gateway.engines import Engines
 from agentlightning.gateway.ledger import Ledger
 from agentlightning.gateway.live import Live
+from agentlightning.gateway.memory import Recollections
 from agentlightning.gateway.outbox import Outbox
 from agentlightning.gateway.policies import Policies
-from agentlightning.gateway.proxy import Replays
+from agentlightning.gateway.replays import Replays
 from agentlightning.gateway.replicas import Replicas
 from agentlightning.gateway.settings import Settings
 from agentlightning.gateway.tokens import Claims, Roles, Signer, signing_key
@@ -78,6 +79,7 @@ class Gateway:
         self.engines = Engines(database, session)
         self.replays = Replays()
         self.replicas = Replicas(database, self.boot_id, self.policies, self.engines, self.live)
+        self.recollections = Recollections()
         self.queued = Signal()
         self.finished = Signal()
         self.outbox = Outbox(database, self.boot_id, self.exporter, self.counters.add, self.finished.fire)

@@ -1,24 +1,31 @@
-"""The model proxy's front: who calls, which policy answers, and whether the answer was given before.
+"""The model proxy's front: who calls, by which API, which policy answers, and whether the answer was given before.
 
 `call.py` serves the call itself.
 """
 
-import asyncio
-import logging
 import secrets
-from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import aiohttp
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from agentlightning.gateway import http
-from agentlightning.gateway.call import ChatCall, Given
-from agentlightning.gateway.chat import BadRequest, ChatRequest, replay_chunks
+from agentlightning.gateway import http, upstream
+from agentlightning.gateway.answer import Answer
+from agentlightning.gateway.call import ModelCall
+from agentlightning.gateway.chat import Chat
+from agentlightning.gateway.completions import Completions
 from agentlightning.gateway.errors import ModelError
 from agentlightning.gateway.live import Attempt
+from agentlightning.gateway.memory import Memory
+from agentlightning.gateway.messages import Messages
 from agentlightning.gateway.policies import Policy
+from agentlightning.gateway.replays import Given
+from agentlightning.gateway.request import Api, ModelRequest
+from agentlightning.gateway.responses import Responses
+from agentlightning.gateway.rules import BadRequest
 from agentlightning.gateway.spans import Identity
 from agentlightning.gateway.tokens import PREFIX, Claims, Denied
 from agentlightning.proto import attributes as names
@@ -27,13 +34,21 @@ from agentlightning.proto import ids
 if TYPE_CHECKING:
     from agentlightning.gateway.gateway import Gateway
 
-__all__ = ["Caller", "ChatEndpoint", "ModelsEndpoint", "NotServed", "Replays"]
+__all__ = [
+    "APIS",
+    "MESSAGES",
+    "Caller",
+    "CountTokens",
+    "ModelEndpoint",
+    "ModelsEndpoint",
+    "NotServed",
+    "PassThrough",
+]
 
-logger = logging.getLogger(__name__)
-MAX_REPLAYS: Final = 2_000
-MAX_REPLAY_BYTES: Final = 64 << 20
-
-ReplayKey = tuple[str, int, str]
+CHAT: Final = Chat()
+MESSAGES: Final = Messages()
+APIS: Final[tuple[Api, ...]] = (CHAT, Completions(), Responses(), MESSAGES)
+"""Those whose answers are sampled, and recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,54 +64,26 @@ class Caller:
     trace_id: str
     parent_id: str | None
 
-
-class Replays:
-    """Answers that a client's retry gets again instead of a new sample; the oldest are forgotten."""
-
-    def __init__(self) -> None:
-        self._entries: OrderedDict[ReplayKey, asyncio.Future[Given | None]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: ReplayKey) -> "asyncio.Future[Given | None] | None":
-        return self._entries.get(key)
-
-    def begin(self, key: ReplayKey) -> "asyncio.Future[Given | None]":
-        """A place for the answer that a call is about to get: None if it gets none."""
-        place: asyncio.Future[Given | None] = asyncio.get_running_loop().create_future()
-        self._forget(key)
-        self._entries[key] = place
-        return place
-
-    def end(self, key: ReplayKey, place: "asyncio.Future[Given | None]", given: Given | None) -> None:
-        if not place.done():
-            place.set_result(given)
-        if self._entries.get(key) is not place:
-            return
-        if given is None:
-            del self._entries[key]
-            return
-        self._bytes += given.size
-        while self._entries and (len(self._entries) > MAX_REPLAYS or self._bytes > MAX_REPLAY_BYTES):
-            self._forget(next(iter(self._entries)))
-
-    def _forget(self, key: ReplayKey) -> None:
-        place = self._entries.pop(key, None)
-        if place is not None and place.done() and (given := place.result()) is not None:
-            self._bytes -= given.size
+    @property
+    def owner(self) -> str:
+        """Whose the memory of its answers is: the attempt's, or of all that have no rollout."""
+        return f"{self.identity.rollout_id} {self.identity.attempt}" if self.attempt is not None else ""
 
 
 class _Endpoint:
-    """What the model proxy's endpoints share: refusals in OpenAI's shape, counted."""
+    """What the model proxy's endpoints share: refusals in the API's shape, counted."""
 
-    def __init__(self, gateway: "Gateway") -> None:
+    def __init__(self, gateway: "Gateway", api: Api = CHAT) -> None:
         self.gateway = gateway
+        self.api = api
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.serve(scope, receive, send)
         except ModelError as error:
             self.gateway.counters.add(error.code)
-            await refuse(send, error)
+            headers = {} if error.retry_after is None else {"retry_after": str(error.retry_after)}
+            await http.respond(send, error.status, self.api.refusal(error), **headers)
         except http.ClientLeft:
             self.gateway.counters.add("client_left_early")
 
@@ -157,6 +144,26 @@ class _Endpoint:
             *(items.get(key, "") for key in (names.RUN_ID, names.GROUP_ID, names.TASK_ID, names.SPLIT)),
         )
 
+    async def read(
+        self,
+        scope: Scope,
+        receive: Receive,
+        caller: Caller,
+        parse: Callable[[bytes, Memory], ModelRequest],
+        memory: Memory,
+    ) -> ModelRequest:
+        """The request. Raises ModelError 400 or 413."""
+        gateway = self.gateway
+        try:
+            request = parse(await http.read_body(scope, receive, gateway.settings.max_body_bytes), memory)
+        except http.BodyTooLarge as error:
+            raise ModelError(413, "request_too_large", str(error)) from None
+        except BadRequest as error:
+            raise ModelError(400, error.code, str(error), param=error.param) from None
+        for note in request.notes:
+            gateway.counters.add(note, caller.identity.run_id)
+        return request
+
     def policy_for(self, caller: Caller, model: str) -> Policy:
         """The policy that a model's name stands for. Raises ModelError 404."""
         gateway = self.gateway
@@ -180,39 +187,75 @@ class _Endpoint:
         )
 
 
-class ChatEndpoint(_Endpoint):
-    """`POST /v1/chat/completions`."""
+class ModelEndpoint(_Endpoint):
+    """An API whose answers are sampled and recorded."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self.gateway
         caller = await self.identify(scope)
-        run_id = caller.identity.run_id
-        try:
-            request = ChatRequest.parse(await http.read_body(scope, receive, gateway.settings.max_body_bytes))
-        except http.BodyTooLarge as error:
-            raise ModelError(413, "request_too_large", str(error)) from None
-        except BadRequest as error:
-            raise ModelError(400, "invalid_request", str(error), param=error.param) from None
+        memory = gateway.recollections.of(caller.owner)
+        request = await self.read(scope, receive, caller, self.api.parse, memory)
         policy = self.policy_for(caller, request.model)
-        call = ChatCall(gateway, caller, request, policy, send)
+        call = ModelCall(gateway, caller, request, policy, memory, send)
         if caller.attempt is None:
             await call.run(receive)
             return
-        key = (caller.identity.rollout_id, caller.identity.attempt, request.digest)
+        identity = caller.identity
+        key = (identity.rollout_id, identity.attempt, request.digest)
         retries = http.header(scope, b"x-stainless-retry-count") or "0"
-        if retries.isdigit() and int(retries) > 0:
-            while (earlier := gateway.replays.get(key)) is not None:
-                # Shielded: this client may leave, others may wait for the same answer.
-                given = await asyncio.shield(earlier)
-                if given is not None:
-                    gateway.counters.add("calls_replayed", run_id)
-                    await _replay(send, request, given)
-                    return
+        given = await gateway.replays.find(key, retry=retries.isdigit() and int(retries) > 0)
+        if given is not None:
+            gateway.counters.add("calls_replayed", identity.run_id)
+            await _replay(send, request, given)
+            return
         place = gateway.replays.begin(key)
         try:
             await call.run(receive)
         finally:
             gateway.replays.end(key, place, call.given)
+
+
+class PassThrough(_Endpoint):
+    """An API that samples nothing: its answers are the engine's own, and not recorded."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = await self.identify(scope)
+        memory = self.gateway.recollections.of(caller.owner)
+        request = await self.read(scope, receive, caller, self.api.parse, memory)
+        answer = await self.ask(caller, request)
+        await http.respond(send, 200, answer)
+
+    async def ask(self, caller: Caller, request: ModelRequest) -> bytes:
+        """An engine's answer to what the request means in its API."""
+        gateway, identity = self.gateway, caller.identity
+        policy = self.policy_for(caller, request.model)
+        await upstream.pass_gate(gateway, policy, identity.run_id)
+        with upstream.counted(policy):
+            return await upstream.ask_engines(
+                gateway,
+                policy,
+                identity.rollout_id,
+                identity.run_id,
+                request.api.engine_path,
+                lambda engine: {**request.chat, "model": engine.model},
+                _whole,
+            )
+
+
+class CountTokens(PassThrough):
+    """`POST /v1/messages/count_tokens`: an engine counts by reading the prompt and sampling one token, for nobody."""
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller = await self.identify(scope)
+        memory = self.gateway.recollections.of(caller.owner)
+        request = await self.read(scope, receive, caller, MESSAGES.parse_count, memory)
+        answer = Answer()
+        answer.read_plain(orjson.loads(await self.ask(caller, request)))
+        await http.respond(send, 200, orjson.dumps({"input_tokens": answer.counts()[0]}))
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    return await response.read()
 
 
 class ModelsEndpoint(_Endpoint):
@@ -237,23 +280,16 @@ class NotServed(_Endpoint):
     """Every other path under `/v1`."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        paths = [*(api.path for api in APIS), "messages/count_tokens", "embeddings"]
+        served = ", ".join(f"POST /v1/{path}" for path in paths)
         raise ModelError(
             404,
             "unknown_path",
             f"{scope['method']} {scope['path'].rpartition('/v1/')[2]!r} is not served: "
-            "this gateway has POST /v1/chat/completions and GET /v1/models.",
+            f"this gateway has {served} and GET /v1/models.",
         )
 
 
-async def refuse(send: Send, error: ModelError) -> None:
-    """Answer with an error, when nothing has been sent yet."""
-    headers = {} if error.retry_after is None else {"retry_after": str(error.retry_after)}
-    await http.respond(send, error.status, error.body(), **headers)
-
-
-async def _replay(send: Send, request: ChatRequest, given: Given) -> None:
-    if request.stream:
-        events = b"".join(replay_chunks(request, [orjson.loads(answer) for answer in given.answers]))
-        await http.respond(send, 200, events, http.EVENTS, x_agentlightning_call_id=given.call_id)
-    else:
-        await http.respond(send, 200, given.body, x_agentlightning_call_id=given.call_id)
+async def _replay(send: Send, request: ModelRequest, given: Given) -> None:
+    kind = http.EVENTS if request.stream else http.JSON
+    await http.respond(send, 200, given.body, kind, x_agentlightning_call_id=given.call_id)

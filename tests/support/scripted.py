@@ -22,6 +22,8 @@ class Reply:
     text: str | None = None
     tools: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """Names and arguments of the functions that it calls."""
+    reasoning: str | None = None
+    """What it thinks before."""
     status: int = 200
     hold: threading.Event | None = None
     """A stream waits for it after its first words, a plain answer before its head."""
@@ -128,7 +130,8 @@ def answered(body: dict[str, Any]) -> bool:
 
 
 def _pieces(reply: Reply, number: int) -> list[tuple[str, int, float]]:
-    text = reply.text if reply.text is not None else json.dumps(reply.tools)
+    parts = [reply.reasoning, reply.text, json.dumps(reply.tools) if reply.tools else None]
+    text = " ".join(part for part in parts if part is not None)
     words = [word + " " for word in text.split(" ")] or [""]
     words[-1] = words[-1].removesuffix(" ")
     ids = [zlib.crc32(f"{number} {place} {word}".encode()) % 49_000 for place, word in enumerate(words)]
@@ -170,6 +173,8 @@ def _plain(body: dict[str, Any], reply: Reply, number: int) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.text, "refusal": None}
     if reply.tools:
         message["tool_calls"] = _calls(reply, number)
+    if reply.reasoning is not None:
+        message["reasoning_content"] = reply.reasoning
     choice: dict[str, Any] = {"index": 0, "message": message}
     choice["finish_reason"] = "tool_calls" if reply.tools else "stop"
     choice["token_ids"] = [token for _, token, _ in pieces]
@@ -189,10 +194,15 @@ def _chunks(body: dict[str, Any], reply: Reply, number: int) -> Iterator[Any]:
         "prompt_token_ids": _prompt_ids(body),
         "model_version": 1,
     }
+    thought = len((reply.reasoning or "").split(" ")) if reply.reasoning is not None else 0
+    said = thought + (len(reply.text.split(" ")) if reply.text is not None else 0)
     for place, piece in enumerate(pieces):
         more = {"token_ids": [piece[1]], "logprobs": {"content": [_entry(piece)]}}
-        if not reply.tools:
-            yield chunk({"content": piece[0]}, **more)
+        word = piece[0].rstrip(" ") if place in (thought - 1, said - 1) else piece[0]
+        if place < thought:
+            yield chunk({"reasoning_content": word}, **more)
+        elif place < said:
+            yield chunk({"content": word}, **more)
         elif place < len(pieces) - 1:
             yield chunk({}, **more)  # held back until complete, as parsers do
         else:

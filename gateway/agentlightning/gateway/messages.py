@@ -232,7 +232,7 @@ class MessagesWriter(BlockWriter):
 
     def finish(self, answer: Answer) -> bytes:
         reason, sequence = _stop(answer)
-        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        delta = {"stop_reason": reason, "stop_sequence": sequence, "stop_details": None}
         told = {"type": "message_delta", "delta": delta, "usage": _usage(answer)}
         return typed_event(told) + typed_event({"type": "message_stop"})
 
@@ -264,6 +264,7 @@ class MessagesWriter(BlockWriter):
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
+            "stop_details": None,
         }
 
     def _block(self, block: Block) -> Json:

@@ -17,10 +17,8 @@ from agentlightning.gateway.errors import ModelError
 from agentlightning.gateway.memory import Memory
 from agentlightning.gateway.rules import BadRequest, Json, Table
 
-__all__ = ["SAMPLING_KEYS", "SECRET_FIELDS", "Api", "ModelRequest", "Writer", "load", "sampling_attributes"]
+__all__ = ["SECRET_FIELDS", "Api", "ModelRequest", "Writer", "load", "sampling_attributes"]
 
-SAMPLING_KEYS: Final = ("temperature", "top_p", "top_k", "max_tokens")
-"""What a run may set for all calls of its rollouts."""
 SECRET_FIELDS: Final = ("api_key", "authorization", "extra_headers", "headers")
 """Fields that some clients put into a body: neither forwarded nor recorded."""
 _SHAPING: Final = (

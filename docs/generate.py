@@ -1,9 +1,10 @@
-"""Write `docs/configuration.md` and `docs/data.md`'s tables from the code, or check that they are current.
+"""Write `docs/configuration.md`, and the tables of `docs/data.md` and `docs/engine.md`, from the code, or check that they are current.
 
 python docs/generate.py            # write
 python docs/generate.py --check    # exit 1 if a page differs
 """
 
+import json
 import sys
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from agentlightning.proto.schemas import TABLES
 from agentlightning.trainer.config import TrainConfig
+from agentlightning.trainer.engine.fields import FIELDS, Only
 
 HERE = Path(__file__).parent
 
@@ -50,6 +52,38 @@ log-probabilities and bodies are in its call's row of `transitions`, and `spans.
 
 This page's tables are generated from `proto/agentlightning/proto/schemas.py`; `agl inspect DATA` prints a summary,
 `agl inspect DATA --rollout ID` a conversation.
+"""
+
+ENGINE = """\
+# The embedded engine
+
+`agl engine --model FOLDER` serves one model to OpenAI's clients at `/v1/chat/completions`; `agl train` starts it with
+`engine: embedded`. For models beyond a few billion weights use `engine: vllm`.
+
+## What an answer must look like
+
+`tool_choice` (`required`, or one tool by name), `strict` tools, `parallel_tool_calls: false` and `response_format`
+become a grammar, and at each token only what keeps the answer within it can be drawn. Calls have the Hermes form,
+`<tool_call>{"name": …, "arguments": …}</tool_call>`; JSON is written on one line with a space after `,` and `:`, so that
+a call that is rendered again in the next prompt gives the same tokens. Where a grammar is in force, the arguments of
+tools that are not strict keep to their schema too, as far as it can be made a grammar; a schema of a strict tool or
+of `response_format` that cannot is refused with its name. An answer that reaches `max_tokens` is cut, and so is its JSON.
+
+## Log-probabilities
+
+They are those of the distribution that was really drawn from: after the grammar, biases, penalties, temperature, top-k
+and top-p, renormalised. A forced token has log-probability 0. In training, the policy's own probability of such a
+token is smaller than the sampler's, and w = π_old / μ makes up for it: drawing from π restricted to a set A, with
+Z = π(A), gives E_μ[w·f] = Σ_A (π/μ)·μ·f = Σ_A π·f, the part of the policy's own expectation that the answer was
+allowed to have. A policy that puts less than 1e-4 on what a grammar wants has its sample vetoed, and counted as that, so ask
+for forms that the model nearly writes by itself.
+
+A request with a `seed` gets the same answer whatever else the engine is doing, under the same weights. (In bfloat16 the last bits of a
+matrix product depend on the batch; exact repetition needs `--dtype float32`.)
+
+## Request fields
+
+What is not listed is refused with its name.
 """
 
 ABOUT = {
@@ -132,8 +166,22 @@ def _comments(schema: pa.Schema) -> dict[tuple[str, str], str]:
     return comments
 
 
+def engine() -> str:
+    parts = [ENGINE, "\n| field | |\n|---|---|\n"]
+    for name, rule in sorted(FIELDS.items()):
+        said = rule
+        if isinstance(rule, Only):
+            said = " or ".join(f"`{json.dumps(value)}`" for value in rule.values) + " only"
+        parts.append(f"| `{name}` | {said} |\n")
+    return "".join(parts)
+
+
 def main() -> int:
-    pages = {HERE / "configuration.md": configuration(), HERE / "data.md": data()}
+    pages = {
+        HERE / "configuration.md": configuration(),
+        HERE / "data.md": data(),
+        HERE / "engine.md": engine(),
+    }
     if sys.argv[1:] != ["--check"]:
         for path, text in pages.items():
             path.write_text(text)

@@ -249,6 +249,5 @@ def engine_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("engine")
     build_tiny_model(folder / "weights")
     made = Stack(folder, folder / "weights")
-    made.sampling = {"max_tokens": 6}
     yield made
     made.close()

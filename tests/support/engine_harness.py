@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agentlightning.trainer.engine.errors import RequestError
+from agentlightning.trainer.engine.grammar import Constraint
 from agentlightning.trainer.engine.sampling import Sampling
 from agentlightning.trainer.engine.scheduler import Event, Scheduler
 from agentlightning.trainer.engine.sequence import Emitted, Sequence
@@ -30,8 +31,11 @@ TEXT = (
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE with some merges: some characters are several tokens, some tokens several characters."""
+def make_tokenizer(*, marks: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE with some merges: some characters are several tokens, some tokens several characters.
+
+    `marks`: with the tokens of SCRIPT, those of a call's marks among them.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -47,7 +51,8 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
     )
-    tokenizer.add_tokens(SCRIPT)
+    if marks:
+        tokenizer.add_tokens(SCRIPT)
     tokenizer.chat_template = TOOLS_TEMPLATE.read_text()
     return tokenizer
 
@@ -127,9 +132,13 @@ class Collector:
                 self.events[id(sequence)].append(event)
             self.changed.notify_all()
 
-    def begin(self, prompts: list[list[int]], samplings: list[Sampling]) -> list[Sequence]:
+    def begin(
+        self, prompts: list[list[int]], samplings: list[Sampling], constraint: Constraint | None = None
+    ) -> list[Sequence]:
         sequences = [
-            Sequence.start(p, s, tokenizer=self.tokenizer, end_tokens=self.ends, client=None)
+            Sequence.start(
+                p, s, tokenizer=self.tokenizer, end_tokens=self.ends, client=None, constraint=constraint
+            )
             for p, s in zip(prompts, samplings, strict=True)
         ]
         for sequence in sequences:
@@ -144,10 +153,15 @@ class Collector:
         with self.changed:
             assert self.changed.wait_for(until, timeout=60), "the engine did not get there in a minute"
 
-    def run(self, prompts: list[list[int]], samplings: list[Sampling] | Sampling) -> list[list[Emitted]]:
+    def run(
+        self,
+        prompts: list[list[int]],
+        samplings: list[Sampling] | Sampling,
+        constraint: Constraint | None = None,
+    ) -> list[list[Emitted]]:
         if isinstance(samplings, Sampling):
             samplings = [samplings] * len(prompts)
-        sequences = self.begin(prompts, samplings)
+        sequences = self.begin(prompts, samplings, constraint)
         self.wait(lambda: all(told and told[-1].finish for told in map(self.told, sequences)))
         return [self.told(sequence) for sequence in sequences]
 

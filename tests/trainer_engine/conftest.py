@@ -63,6 +63,16 @@ def start(tiny_folder: Path) -> Iterator[Callable[..., Collector]]:
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
     """Serve a folder over HTTP from a thread of this process: `serve(folder, token=…)`."""
+    yield from _serving()
+
+
+@pytest.fixture(scope="module")
+def serve_module() -> Iterator[Callable[..., Served]]:
+    """The same for all tests of a module."""
+    yield from _serving()
+
+
+def _serving() -> Iterator[Callable[..., Served]]:
     closing: list[Callable[[], None]] = []
 
     def make(folder: Path, *, token: str | None = None, **limits: Any) -> Served:

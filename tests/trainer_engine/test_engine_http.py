@@ -173,8 +173,8 @@ def test_the_openai_client_works(tiny: Served, scripted: Served) -> None:
     assert called.choices[0].message.tool_calls[0].function.name == "add"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(**arguments | {"model": "gpt-5"})
-    with pytest.raises(openai.BadRequestError, match="response_format"):
-        client.chat.completions.create(**arguments, response_format={"type": "json_object"})
+    with pytest.raises(openai.BadRequestError, match="min_p"):
+        client.chat.completions.create(**arguments | {"extra_body": {"min_p": 0.1}})
 
 
 def test_thirty_two_clients_at_once_get_what_each_gets_alone(tiny: Served) -> None:

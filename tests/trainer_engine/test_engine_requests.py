@@ -7,6 +7,7 @@ from engine_harness import CONTEXT
 
 from agentlightning.trainer.engine.chat import ChatRequest, Template, parse_chat
 from agentlightning.trainer.engine.errors import RequestError
+from agentlightning.trainer.engine.grammar import Grammars
 from agentlightning.trainer.engine.sampling import Sampling
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -19,7 +20,10 @@ TOOL = {
 def parse(tokenizer: Any, **fields: Any) -> ChatRequest:
     body = {"model": "tiny", "messages": MESSAGES} | fields
     template = Template(tokenizer, verbatim_arguments=True)
-    return parse_chat(body, template=template, model="tiny", context=CONTEXT, tool_parser=True)
+    grammars = Grammars(tokenizer, vocabulary=len(tokenizer), end_tokens=frozenset({1}))
+    return parse_chat(
+        body, template=template, grammars=grammars, model="tiny", context=CONTEXT, tool_parser=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,16 +53,40 @@ def parse(tokenizer: Any, **fields: Any) -> ChatRequest:
         ({"stream": 1}, "stream"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logit_bias": {"5": 10}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+        ({"logit_bias": {"x": 10}}, "logit_bias"),
+        ({"logit_bias": {"999999": 10}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "int"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"parallel_tool_calls": "no"}, "parallel_tool_calls"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tools": [{"type": "function"}]}, "tools.0"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools.0.function.strict",
+            {
+                "tools": [
+                    TOOL,
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    },
+                ]
+            },
+            "tools.1.function.parameters",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]},
+            "tools.0.function.parameters",
         ),
         ({"frobnicate": 1}, "frobnicate"),
     ],

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agentlightning.trainer.engine.chat import Template, parse_chat
+from agentlightning.trainer.engine.grammar import Grammars
 from agentlightning.trainer.engine.runner import Runner
 from agentlightning.trainer.engine.sampling import Sampling
 from agentlightning.trainer.engine.scheduler import Event, Scheduler
@@ -32,6 +33,7 @@ def test_smollm2_answers_as_transformers_generate_does() -> None:
         parse_chat(
             {"model": "m", "messages": [{"role": "user", "content": question}]},
             template=Template(tokenizer, verbatim_arguments=True),
+            grammars=Grammars(tokenizer, vocabulary=len(tokenizer), end_tokens=frozenset()),
             model="m",
             context=2048,
             tool_parser=True,

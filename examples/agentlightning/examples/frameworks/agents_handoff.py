@@ -7,7 +7,7 @@ import asyncio
 import os
 import sys
 
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool
 from openai import AsyncOpenAI
 
 from agentlightning.examples.frameworks import arithmetic
@@ -30,7 +30,11 @@ def build(client: AsyncOpenAI) -> Agent[None]:
         tools=[multiply, translator.as_tool("translate", "Translate a sentence into French.")],
     )
     return Agent(
-        "triage", instructions="You are triage. Hand off to the solver.", model=model, handoffs=[solver]
+        "triage",
+        instructions="You are triage. Hand off to the solver.",
+        model=model,
+        handoffs=[solver],
+        model_settings=ModelSettings(tool_choice="required", parallel_tool_calls=False),
     )
 
 

@@ -1,71 +1,21 @@
-"""A chat completion body, checked field by field, and the prompt that it means.
-
-Every field is honoured, or refused with its name: nothing is ignored in silence. `FIELDS` is the whole table.
-"""
+"""A chat completion request: the prompt, the way to sample, and the form of the answer that it means."""
 
 import json
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 
 from agentlightning.trainer.engine.errors import RequestError, too_long
+from agentlightning.trainer.engine.fields import Fields
+from agentlightning.trainer.engine.grammar import Constraint, Form, Grammars, Offer
+from agentlightning.trainer.engine.messages import read_message, read_tool, with_parsed_arguments
 from agentlightning.trainer.engine.sampling import Sampling
 
-__all__ = ["FIELDS", "ChatRequest", "Template", "parse_chat"]
+__all__ = ["ChatRequest", "Template", "parse_chat"]
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
-
-HONOURED = "honoured"
-NO_EFFECT = "accepted: it says something about the request and nothing about the answer"
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """A field that is honoured for these values, and refused for others."""
-
-    values: tuple[object, ...]
-
-
-FIELDS: dict[str, object] = {
-    "model": HONOURED,
-    "messages": HONOURED,
-    "max_tokens": HONOURED,
-    "max_completion_tokens": HONOURED,
-    "temperature": HONOURED,
-    "top_p": HONOURED,
-    "top_k": HONOURED,
-    "seed": HONOURED,
-    "stop": HONOURED,
-    "n": HONOURED,
-    "logprobs": HONOURED,
-    "top_logprobs": HONOURED,
-    "stream": HONOURED,
-    "stream_options": HONOURED,
-    "tools": HONOURED,
-    "tool_choice": Only(("none", "auto")),
-    "return_token_ids": HONOURED,
-    "ignore_eos": HONOURED,
-    "user": NO_EFFECT,
-    "safety_identifier": NO_EFFECT,
-    "prompt_cache_key": NO_EFFECT,
-    "prompt_cache_retention": NO_EFFECT,
-    "metadata": NO_EFFECT,
-    "store": NO_EFFECT,
-    "service_tier": NO_EFFECT,
-    "presence_penalty": Only((0,)),
-    "frequency_penalty": Only((0,)),
-    "repetition_penalty": Only((1,)),
-    "min_p": Only((0,)),
-    "logit_bias": Only(({},)),
-    "response_format": Only(({"type": "text"},)),
-    "modalities": Only((["text"],)),
-    "parallel_tool_calls": Only((True,)),
-}
-"""What becomes of each request field. One that is not here is refused as unknown. `null` means absent, always."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +30,8 @@ class ChatRequest:
     include_usage: bool
     return_token_ids: bool
     parse_tools: bool
+    constraint: Constraint | None = None
+    """At the beginning of an answer; each choice goes on from a copy."""
 
 
 class Template:
@@ -91,7 +43,7 @@ class Template:
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         if not self._verbatim:
-            messages = [_with_parsed_arguments(message) for message in messages]
+            messages = [with_parsed_arguments(message) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=True
@@ -105,11 +57,13 @@ class Template:
         return ids
 
 
-def parse_chat(body: Any, *, template: Template, model: str, context: int, tool_parser: bool) -> ChatRequest:
+def parse_chat(
+    body: Any, *, template: Template, grammars: Grammars, model: str, context: int, tool_parser: bool
+) -> ChatRequest:
     """Check a request body and render its prompt. Raises RequestError, with the field that is at fault."""
     if not isinstance(body, dict):
         raise RequestError("The request body must be a JSON object.")
-    fields = _Fields({name: value for name, value in body.items() if value is not None})
+    fields = Fields({name: value for name, value in body.items() if value is not None})
     asked = fields.text("model")
     if asked is None:
         raise RequestError("The field model is missing.", param="model")
@@ -120,10 +74,10 @@ def parse_chat(body: Any, *, template: Template, model: str, context: int, tool_
             code="model_not_found",
             param="model",
         )
-    messages = [_message(message, f"messages.{i}") for i, message in enumerate(fields.items("messages"))]
+    messages = [read_message(message, f"messages.{i}") for i, message in enumerate(fields.items("messages"))]
     if not messages:
         raise RequestError("The field messages must hold at least one message.", param="messages")
-    tools = [_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.items("tools"))]
+    tools = [read_tool(tool, f"tools.{i}") for i, tool in enumerate(fields.items("tools"))]
     prompt = template.render(messages, tools or None)
     limit = fields.integer("max_completion_tokens", 1)
     limit = limit if limit is not None else fields.integer("max_tokens", 1)
@@ -145,10 +99,25 @@ def parse_chat(body: Any, *, template: Template, model: str, context: int, tool_
         stop=fields.stops(),
         top_logprobs=top_logprobs,
         ignore_eos=fields.boolean("ignore_eos"),
+        presence_penalty=fields.number("presence_penalty", -2, 2, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -2, 2, 0.0),
+        biases=fields.biases(grammars.vocabulary),
     )
     if sampling.top_p == 0:
         raise RequestError("The field top_p must be above 0; temperature 0 is greedy.", param="top_p")
-    choice = body.get("tool_choice") or "auto"
+    choice, named = _choice(fields.any("tool_choice"), tools)
+    form = _form(fields, tools, choice, named)
+    if form is not None and form.offers and not tool_parser:
+        raise RequestError(
+            "This engine was started without a tool parser (--tool-parser none): it cannot promise calls.",
+            code="unsupported_value",
+            param="tools",
+        )
+    if form is not None and sampling.ignore_eos:
+        raise RequestError(
+            "The field ignore_eos cannot go with strict tools, tool_choice or response_format: what they ask for ends.",
+            param="ignore_eos",
+        )
     return ChatRequest(
         prompt=prompt,
         sampling=sampling,
@@ -157,178 +126,68 @@ def parse_chat(body: Any, *, template: Template, model: str, context: int, tool_
         stream=fields.boolean("stream"),
         include_usage=bool(options.get("include_usage")),
         return_token_ids=fields.boolean("return_token_ids"),
-        parse_tools=tool_parser and bool(tools) and choice == "auto",
+        parse_tools=tool_parser and bool(tools) and choice != "none",
+        constraint=grammars.compile(form) if form is not None else None,
     )
 
 
-class _Fields:
-    """Typed access to a body of which every field is known to be honoured."""
+def _choice(given: Any, tools: list[dict[str, Any]]) -> tuple[str, str | None]:
+    """`none`, `auto` or `required`, and the one tool that may be called, if it is named."""
+    if given is None:
+        return "auto", None
+    if given in ("none", "auto") or (given == "required" and tools):
+        return str(given), None
+    function = given.get("function") if isinstance(given, dict) and given.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if any(tool["function"]["name"] == name for tool in tools):
+        return "required", name
+    raise RequestError(
+        "The field tool_choice must be none, auto, required (with tools), or name one of the tools, "
+        f"not {json.dumps(given)[:200]}.",
+        code="unsupported_value",
+        param="tool_choice",
+    )
 
-    def __init__(self, body: dict[str, Any]) -> None:
-        for name, value in body.items():
-            rule = FIELDS.get(name)
-            if rule is None:
-                raise RequestError(f"The field {name} is not known to this engine.", param=name)
-            if isinstance(rule, Only) and not any(
-                (type(value) is not bool and value == v) or value is v for v in rule.values
-            ):
-                honoured = " or ".join(json.dumps(v) for v in rule.values)
-                raise RequestError(
-                    f"The field {name} is honoured as {honoured} only; the embedded engine cannot do "
-                    f"{json.dumps(value)[:200]}.",
-                    code="unsupported_value",
-                    param=name,
-                )
-        self._body = body
 
-    def _get(self, name: str, kind: str, fits: Callable[[Any], bool]) -> Any:
-        value = self._body.get(name)
-        if value is not None and not fits(value):
-            raise RequestError(f"The field {name} must be {kind}, not {json.dumps(value)[:200]}.", param=name)
-        return value
-
-    def text(self, name: str) -> str | None:
-        value: str | None = self._get(name, "a string", lambda v: isinstance(v, str))
-        return value
-
-    def boolean(self, name: str) -> bool:
-        return bool(self._get(name, "true or false", lambda v: isinstance(v, bool)))
-
-    def items(self, name: str) -> list[Any]:
-        return self._get(name, "a list", lambda v: isinstance(v, list)) or []
-
-    def mapping(self, name: str) -> dict[str, Any]:
-        return self._get(name, "an object", lambda v: isinstance(v, dict)) or {}
-
-    def integer(self, name: str, low: int | None, high: int | None = None) -> int | None:
-        bounds = "" if low is None else f" of at least {low}" if high is None else f" from {low} to {high}"
-        value: int | None = self._get(
-            name,
-            f"an integer{bounds}",
-            lambda v: type(v) is int and (low is None or v >= low) and (high is None or v <= high),
+def _form(fields: Fields, tools: list[dict[str, Any]], choice: str, named: str | None) -> Form | None:
+    """What the answer must look like; None where anything goes."""
+    schema = _schema(fields.mapping("response_format"))
+    parallel = fields.any("parallel_tool_calls") is None or fields.boolean("parallel_tool_calls")
+    strict = any(tool["function"].get("strict") for tool in tools)
+    bound = choice == "required" or strict or not parallel or schema is not None
+    offers: tuple[Offer, ...] = ()
+    if tools and choice != "none" and bound:
+        offers = tuple(
+            _offer(tool["function"], f"tools.{i}.function")
+            for i, tool in enumerate(tools)
+            if named in (None, tool["function"]["name"])
         )
-        return value
-
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        value = self._get(
-            name,
-            f"a number from {low:g} to {high:g}",
-            lambda v: type(v) in (int, float) and math.isfinite(v) and low <= v <= high,
-        )
-        return default if value is None else float(value)
-
-    def stops(self) -> tuple[str, ...]:
-        value = self._get(
-            "stop",
-            "a string or a list of at most 16 strings, none of them empty",
-            lambda v: (
-                (isinstance(v, str) and v != "")
-                or (isinstance(v, list) and len(v) <= 16 and all(isinstance(s, str) and s for s in v))
-            ),
-        )
-        return (value,) if isinstance(value, str) else tuple(value or ())
+    if not offers and schema is None:
+        return None
+    return Form(offers, must_call=choice == "required", parallel=parallel, schema=schema)
 
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+def _offer(function: dict[str, Any], where: str) -> Offer:
+    strict = bool(function.get("strict"))
+    # Absent parameters are an empty list of them.
+    schema = function.get("parameters") or {"properties": {}, "additionalProperties": not strict}
+    return Offer(function["name"], schema | {"type": "object"}, f"{where}.parameters", strict)
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
-    """A message as templates expect it: content a string, tool calls as the client sent them."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}.", param=where)
-    known = {
-        "role",
-        "content",
-        "name",
-        "tool_calls",
-        "tool_call_id",
-        "refusal",
-        "audio",
-        "function_call",
-        "annotations",
-    }
-    for name, value in message.items():
-        if name not in known or (name in ("audio", "function_call", "refusal") and value):
-            raise RequestError(f"{where}.{name} is not honoured by this engine.", param=f"{where}.{name}")
-    # Templates know no developer; it is the newer name of the same role.
-    clean: dict[str, Any] = {"role": "system" if message["role"] == "developer" else message["role"]}
-    clean["content"] = _content(message.get("content"), f"{where}.content")
-    for name in ("name", "tool_call_id"):
-        if message.get(name) is not None:
-            clean[name] = message[name]
-    calls = message.get("tool_calls") or []
-    if not isinstance(calls, list) or (calls and message["role"] != "assistant"):
+def _schema(wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The JSON schema that `response_format` asks for."""
+    kind = wanted.get("type")
+    if not wanted or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    schema = wanted.get("json_schema", {}) if kind == "json_schema" else None
+    schema = schema.get("schema") if isinstance(schema, dict) else None
+    if not isinstance(schema, dict):
         raise RequestError(
-            f"{where}.tool_calls must be a list, in an assistant's message.", param=f"{where}.tool_calls"
-        )
-    if calls:
-        clean["tool_calls"] = [_call(call, f"{where}.tool_calls.{i}") for i, call in enumerate(calls)]
-    elif message.get("content") is None:
-        raise RequestError(f"{where} has neither content nor tool_calls.", param=where)
-    return clean
-
-
-def _content(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"{where} must be a string or a list of parts.", param=where)
-    texts: list[str] = []
-    for i, part in enumerate(content):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(
-                f"{where}.{i} is not a text part; this engine reads text only.", param=f"{where}.{i}"
-            )
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if (
-        not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not isinstance(function.get("arguments"), str)
-    ):
-        raise RequestError(
-            f"{where} must be a function call with a name, and arguments as a string.", param=where
-        )
-    return {
-        "id": call.get("id"),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": function["arguments"]},
-    }
-
-
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if (
-        not isinstance(tool, dict)
-        or tool.get("type") != "function"
-        or not isinstance(tool.get("function"), dict)
-    ):
-        raise RequestError(f'{where} must be an object with type "function" and a function.', param=where)
-    if not isinstance(tool["function"].get("name"), str):
-        raise RequestError(f"{where}.function.name must be a string.", param=f"{where}.function.name")
-    if tool["function"].get("strict"):
-        raise RequestError(
-            f"{where}.function.strict: this engine does not constrain what the model writes.",
+            "The field response_format must be of type text, json_object, or json_schema with a json_schema.schema, "
+            f"not {json.dumps(wanted)[:200]}.",
             code="unsupported_value",
-            param=f"{where}.function.strict",
+            param="response_format",
         )
-    return tool
-
-
-def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Arguments as an object, as the templates that come with models expect them. Ours keeps the letters."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        try:
-            arguments = json.loads(call["function"]["arguments"] or "{}")
-        except ValueError:
-            arguments = call["function"]["arguments"]
-        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
-    return message | {"tool_calls": calls}
+    return schema

@@ -1,6 +1,6 @@
 """From logits to tokens, and the log-probabilities of the distribution that was really sampled.
 
-Temperature, then top-k, then top-p, in float32. The draw inverts the cumulative distribution at one uniform number
+What the grammar forbids, then biases and penalties, temperature, top-k, top-p, in float32. The draw inverts the cumulative distribution at one uniform number
 per token, from a generator of the sequence's own: what else is in the batch cannot change which numbers it gets.
 Temperature 0 is greedy, and reports log-probabilities at temperature 1.
 """
@@ -8,11 +8,14 @@ Temperature 0 is greedy, and reports log-probabilities at temperature 1.
 import math
 import os
 import random
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from agentlightning.trainer.engine.grammar import Constraint
 
 __all__ = ["Draw", "Sampled", "Sampling", "sample"]
 
@@ -33,6 +36,12 @@ class Sampling:
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    """Taken off the logit of each token that the answer holds already."""
+    frequency_penalty: float = 0.0
+    """The same, as often as it holds it."""
+    biases: tuple[tuple[int, float], ...] = ()
+    """Added to the logits of tokens: (token, bias)."""
 
 
 @dataclass(slots=True)
@@ -41,11 +50,23 @@ class Draw:
 
     sampling: Sampling
     random: random.Random
+    constraint: Constraint | None = None
+    counts: Counter[int] = field(default_factory=Counter)
+    """Tokens of the answer so far, where a penalty asks for them."""
 
     @classmethod
-    def of(cls, sampling: Sampling, choice: int = 0) -> "Draw":
+    def of(cls, sampling: Sampling, choice: int = 0, constraint: Constraint | None = None) -> "Draw":
         seed = int.from_bytes(os.urandom(8), "little") if sampling.seed is None else sampling.seed
-        return cls(sampling, random.Random(f"{seed}/{choice}"))
+        return cls(
+            sampling, random.Random(f"{seed}/{choice}"), constraint.copy() if constraint is not None else None
+        )
+
+    def accept(self, token: int) -> None:
+        """Go on by the token that was drawn."""
+        if self.sampling.presence_penalty or self.sampling.frequency_penalty:
+            self.counts[token] += 1
+        if self.constraint is not None:
+            self.constraint.accept(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +84,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     if z.data_ptr() == logits.data_ptr():
         z = z.clone()
     settings = [draw.sampling for draw in draws]
+    for row, draw in enumerate(draws):
+        _adjust(z[row], draw)
     if any(s.temperature not in (0.0, 1.0) for s in settings):
         z /= torch.tensor([[s.temperature or 1.0] for s in settings], device=z.device)
     for row, s in enumerate(settings):
@@ -81,6 +104,19 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
         Sampled(token, logprobs[row], _top(probability[row], s.top_logprobs) if s.top_logprobs else [])
         for row, (token, s) in enumerate(zip(chosen.tolist(), settings, strict=True))
     ]
+
+
+def _adjust(z: Tensor, draw: Draw) -> None:
+    """Biases, penalties and the grammar's verdict on one row (vocabulary,), in place."""
+    s = draw.sampling
+    if s.biases:
+        tokens, biases = zip(*s.biases, strict=True)
+        z[list(tokens)] += torch.tensor(biases, device=z.device)
+    if draw.counts:
+        penalties = [s.presence_penalty + s.frequency_penalty * count for count in draw.counts.values()]
+        z[list(draw.counts)] -= torch.tensor(penalties, device=z.device)
+    if draw.constraint is not None:
+        z.masked_fill_(draw.constraint.forbidden().to(z.device), -torch.inf)
 
 
 def _draw(probability: Tensor, draws: Sequence[Draw]) -> Tensor:

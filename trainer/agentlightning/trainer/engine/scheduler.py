@@ -38,6 +38,14 @@ SHARED_WORK = 768
 attention call (60 µs on a CPU) then costs more than it saves."""
 
 
+def _no_token(sequence: Sequence) -> str:
+    """Why nothing could be drawn."""
+    constraint = sequence.draw.constraint
+    if constraint is not None and constraint.problem:
+        return f"The answer cannot go on as it must look: {constraint.problem[:300]}"
+    return "The model's logits are not finite."
+
+
 def _die() -> None:
     """A server whose model has gone must not keep its clients waiting."""
     logging.shutdown()
@@ -184,7 +192,7 @@ class Scheduler:
         for sequence, drawn in zip(rows, sampled, strict=True):
             if math.isnan(drawn.logprob):
                 self._leave(sequence, remember=False)
-                events.append((sequence, RequestError("The model's logits are not finite.", status=500)))
+                events.append((sequence, RequestError(_no_token(sequence), status=500)))
                 continue
             emitted = sequence.accept(drawn, self.runner.version)
             events.append((sequence, emitted))

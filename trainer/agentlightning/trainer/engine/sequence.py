@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentlightning.trainer.engine.arena import Arena
+from agentlightning.trainer.engine.grammar import Constraint
 from agentlightning.trainer.engine.prefix import NOWHERE, Node
 from agentlightning.trainer.engine.sampling import Draw, Sampled, Sampling
 from agentlightning.trainer.engine.text import StopFinder, TextStream
@@ -57,10 +58,11 @@ class Sequence:
         end_tokens: frozenset[int],
         client: Any,
         choice: int = 0,
+        constraint: Constraint | None = None,
     ) -> "Sequence":
         return cls(
             tokens=list(prompt),
-            draw=Draw.of(sampling, choice),
+            draw=Draw.of(sampling, choice, constraint),
             end_tokens=frozenset() if sampling.ignore_eos else end_tokens,
             text=TextStream(tokenizer),
             stops=StopFinder(sampling.stop),
@@ -72,6 +74,7 @@ class Sequence:
     def accept(self, sampled: Sampled, version: int) -> Emitted:
         """Append a token; the answer is finished if `finish` is set in what comes back."""
         self.tokens.append(sampled.token)
+        self.draw.accept(sampled.token)
         finish = None
         if sampled.token in self.end_tokens:
             piece, finish = self.stops.push(self.text.flush())[0] + self.stops.flush(), "stop"

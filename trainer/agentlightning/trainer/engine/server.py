@@ -24,6 +24,7 @@ from agentlightning.proto.errors import DataError
 from agentlightning.trainer.engine.answers import Answer
 from agentlightning.trainer.engine.chat import ChatRequest, Template, parse_chat
 from agentlightning.trainer.engine.errors import RequestError, too_long
+from agentlightning.trainer.engine.grammar import Grammars
 from agentlightning.trainer.engine.runner import Runner, read_weights
 from agentlightning.trainer.engine.scheduler import Event, Scheduler
 from agentlightning.trainer.engine.sequence import Emitted, Sequence
@@ -56,6 +57,7 @@ class Engine:
     ) -> None:
         self.name, self.template, self.context, self.tool_parser = name, template, context, tool_parser
         self.names = TokenNames(tokenizer)
+        self.grammars = Grammars(tokenizer, vocabulary=runner.vocabulary, end_tokens=end_tokens)
         self.runner = runner
         self.scheduler = Scheduler(runner, self._deliver, **limits)
         self._tokenizer = tokenizer
@@ -70,7 +72,12 @@ class Engine:
 
     def parse(self, body: Any) -> ChatRequest:
         return parse_chat(
-            body, template=self.template, model=self.name, context=self.context, tool_parser=self.tool_parser
+            body,
+            template=self.template,
+            grammars=self.grammars,
+            model=self.name,
+            context=self.context,
+            tool_parser=self.tool_parser,
         )
 
     async def generate(self, request: ChatRequest) -> AsyncGenerator[tuple[Sequence, list[Emitted]]]:
@@ -84,6 +91,7 @@ class Engine:
                 end_tokens=self._end_tokens,
                 client=client,
                 choice=choice,
+                constraint=request.constraint,
             )
             for choice in range(request.choices)
         ]

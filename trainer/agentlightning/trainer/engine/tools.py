@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentlightning.trainer.engine.text import held_back
 
-__all__ = ["HermesParser", "ToolCall"]
+__all__ = ["CLOSE", "OPEN", "HermesParser", "ToolCall"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

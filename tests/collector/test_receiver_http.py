@@ -103,7 +103,7 @@ def test_refusals_are_a_status_in_the_encoding_of_the_request(shared: Any) -> No
     assert "application/x-protobuf" in answer.json()["message"]
     assert post(shared, spans(), {**PROTOBUF, "content-encoding": "br"}).status_code == 415
     assert post(shared, b"", path="/v1/metrics").status_code == 404
-    assert "not metrics" in post(shared, b"", path="/v1/metrics").json()["message"]
+    assert "not metrics" in Status.FromString(post(shared, b"", path="/v1/metrics").content).message
     assert post(shared, b"", path="/v2/traces").status_code == 404
     got = CLIENT.get(shared.http + "/v1/traces")
     assert (got.status_code, got.headers["allow"]) == (405, "POST")
@@ -121,7 +121,7 @@ def test_spans_without_a_valid_id_are_rejected_exactly(shared: Any) -> None:
     span = {"traceId": "zz", "spanId": "cd" * 8}
     answer = post(shared, json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}).encode(), JSON)
     assert answer.json()["partialSuccess"]["rejectedSpans"] == "1"
-    assert 'refused_total{reason="invalid_id"} 3' in CLIENT.get(shared.http + "/metrics").text
+    assert 'refused_total{reason="invalid_id"} 3.0' in CLIENT.get(shared.http + "/metrics").text
 
 
 def test_gzip_is_unpacked_and_its_damage_and_bombs_are_refused(
@@ -171,9 +171,9 @@ def test_chunked_continued_and_pipelined_requests_are_read(shared: Any) -> None:
     answer = raw(shared, head + b"transfer-encoding: chunked\r\n\r\n" + chunked + b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
     whole = head + b"content-length: %d\r\n" % len(body)
+    # The body is here already: RFC 9110 §10.1.1 lets a server leave the 100 out.
     answer = raw(shared, whole + b"expect: 100-continue\r\n\r\n" + body)
-    assert answer.startswith(b"HTTP/1.1 100")
-    assert b"HTTP/1.1 200" in answer
+    assert answer.startswith(b"HTTP/1.1 200")
     answer = raw(shared, (whole + b"\r\n" + body) * 3)
     assert answer.count(b"HTTP/1.1 200") == 3
     assert len(shared.journal()) == 5
@@ -201,7 +201,9 @@ def test_a_wrong_token_is_refused_and_counted(collectors: Callable[..., Any], tm
         assert Status.FromString(answer.content).code == 16
     assert post(collector, spans(), {**PROTOBUF, "authorization": "Bearer secret-token"}).status_code == 200
     assert CLIENT.get(collector.http + "/healthz").status_code == 200
-    assert 'refused_total{reason="unauthorized"} 2' in CLIENT.get(collector.http + "/metrics").text
+    assert CLIENT.get(collector.http + "/metrics").status_code == 401
+    page = CLIENT.get(collector.http + "/metrics", headers={"authorization": "bearer secret-token"})
+    assert 'refused_total{reason="unauthorized"} 3.0' in page.text
     assert "secret-token" not in collector.log.read_text()
 
 

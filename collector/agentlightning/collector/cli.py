@@ -1,66 +1,68 @@
-"""`agl collector`: receivers, journal and transition service in this process, the converter in a child."""
+"""`agl collector`: start one, or ask a running one how it is."""
 
 import argparse
 import asyncio
-import logging
 import math
-from collections.abc import Mapping
+import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from agentlightning.collector.intake import BODY_BYTES, JOURNAL_BYTES, Intake
-from agentlightning.collector.journal import Durability, Journal, identity
-from agentlightning.collector.receiver_grpc import GrpcServer, handlers
-from agentlightning.collector.receiver_http import HttpReceiver, HttpServer, listen
-from agentlightning.collector.service import REFRESH_SECONDS, Commits, TransitionService, pending_of
-from agentlightning.collector.supervise import Supervisor
+from agentlightning.collector import status_cli
+from agentlightning.collector.access import TOKENS_VARIABLE, Tls, read_tokens
+from agentlightning.collector.collector import Collector, Settings
+from agentlightning.collector.forward import check_target
+from agentlightning.collector.intake import BODY_BYTES, JOURNAL_BYTES
+from agentlightning.collector.journal import Durability
+from agentlightning.collector.logs import FORMATS, setup_logs
 from agentlightning.proto.errors import ConfigError
-from agentlightning.proto.process import (
-    die_with_parent,
-    lock_directory,
-    read_token,
-    require_token,
-    run_main,
-    setup_logging,
-    stop_event,
-    write_ready,
-)
-from agentlightning.proto.transitions_pb2_grpc import add_TransitionsServicer_to_server
+from agentlightning.proto.process import die_with_parent, is_loopback, lock_directory, run_main
 
 __all__ = ["main"]
-
-log = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Receive OpenTelemetry spans of agents, keep each on disk before it is acknowledged, and turn them into
 training data: a data set of Parquet files that pyarrow, DuckDB and Polars open.
 
 Agents send OTLP over HTTP (POST /v1/traces, /v1/logs) or gRPC. Trainers seal and fetch attempts through
-the transition service on the gRPC port. GET /healthz, /readyz and /metrics say how it is doing.
+the transition service on the gRPC port. GET /healthz, /readyz, /metrics and /status say how it is doing;
+`agl collector status` shows the last.
 """
 EXAMPLE = """\
 example:
   agl collector --data runs/demo/data --state runs/demo/state/collector
   OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 python my_agent.py
+  agl collector status
   agl inspect runs/demo/data
 """
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command. Returns its exit code."""
-    return run_main(lambda: _main(argv))
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["status"]:
+        return status_cli.main(words[1:])
+    return run_main(lambda: _main(words))
 
 
-def _main(argv: list[str] | None) -> int:
+def _main(argv: list[str]) -> int:
     arguments = _parser().parse_args(argv)
     die_with_parent()
-    setup_logging("collector", arguments.log_level)
-    require_token(arguments.host, arguments.token_file, "The collector")
-    token = read_token(arguments.token_file) if arguments.token_file else None
+    setup_logs("collector", arguments.log_level, arguments.log_format)
+    tokens = read_tokens(arguments.token_file)
+    if tokens is None and not is_loopback(arguments.host):
+        raise ConfigError(
+            f"The collector would listen on {arguments.host} without a token: give --token-file, or set "
+            f"{TOKENS_VARIABLE}, or listen on 127.0.0.1."
+        )
+    tls = _tls(arguments)
+    if arguments.forward is not None:
+        check_target(arguments.forward, arguments.forward_header_file)
+    elif arguments.forward_header_file is not None:
+        raise ConfigError("--forward-header-file is of no use without --forward.")
     try:
         arguments.data.mkdir(parents=True, exist_ok=True)
         with lock_directory(arguments.state, "The collector's state"):
-            _run(_Collector(arguments, token).run())
+            _run(Collector(_settings(arguments), tokens, tls).run())
     except OSError as error:
         place = error.filename or f"{arguments.data} or {arguments.state}"
         raise ConfigError(f"The collector cannot use {place}: {error.strerror or error}.") from None
@@ -76,123 +78,36 @@ def _run(coroutine: Any) -> None:
         uvloop.run(coroutine)
 
 
-class _Collector:
-    """Everything of one collector, from start to end."""
+def _tls(arguments: argparse.Namespace) -> Tls | None:
+    if arguments.tls_cert is None and arguments.tls_key is None:
+        if arguments.tls_client_ca is not None:
+            raise ConfigError("--tls-client-ca needs --tls-cert and --tls-key.")
+        return None
+    if arguments.tls_cert is None or arguments.tls_key is None:
+        raise ConfigError("TLS needs both --tls-cert and --tls-key.")
+    tls = Tls(arguments.tls_cert, arguments.tls_key, arguments.tls_client_ca)
+    tls.context()  # says what is wrong before anything starts
+    return tls
 
-    def __init__(self, arguments: argparse.Namespace, token: str | None) -> None:
-        self.arguments = arguments
-        self.token = token
-        self.progress: Mapping[str, Any] = {}
 
-    async def run(self) -> None:
-        arguments = self.arguments
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)  # we say ourselves when we start and stop
-        stop = stop_event()
-        folder = arguments.state / "journal"
-        # Ports first: a mistake in them should not touch any file.
-        sock = listen(arguments.host, arguments.http_port, "The collector's HTTP server")
-        grpc_server = GrpcServer(arguments.host, arguments.grpc_port, body_bytes=arguments.max_body_mib << 20)
-        self.commits = Commits(arguments.data, identity(folder))
-        self.journal = Journal(
-            folder,
-            durability=arguments.durability,
-            start=self.commits.low,
-            on_commit=lambda end: self.supervisor.notify(),
-        )
-        self.intake = Intake(
-            self.journal,
-            body_bytes=arguments.max_body_mib << 20,
-            journal_bytes=arguments.journal_limit_mib << 20,
-        )
-        self.intake.low = max(self.intake.low, self.commits.low)
-        self.supervisor = Supervisor(self._converter_arguments(), self._on_message)
-        self.supervisor.start()
-
-        http_server = HttpServer(HttpReceiver(self.intake, token=self.token, metrics=self.metrics), sock)
-        grpc_server.server.add_generic_rpc_handlers(handlers(self.intake, self.token))
-        service = TransitionService(self.commits, self.intake, token=self.token, counters=self.counters)
-        add_TransitionsServicer_to_server(service, grpc_server.server)
-        await http_server.start()
-        await grpc_server.start()
-        refresh = asyncio.create_task(self._refresh_forever())
-
-        host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-        http, grpc = f"http://{host}:{sock.getsockname()[1]}", f"{host}:{grpc_server.port}"
-        write_ready(arguments.ready_file, {"http": http, "grpc": grpc})
-        log.info("OTLP/HTTP at %s, OTLP/gRPC and transitions at %s, data in %s", http, grpc, arguments.data)
-        await stop.wait()
-
-        log.info("stopping: no new requests; what is acknowledged is being converted")
-        self.commits.close()
-        await asyncio.gather(http_server.stop(), grpc_server.stop())
-        await asyncio.to_thread(self.journal.close)
-        await self.supervisor.stop()
-        refresh.cancel()
-
-    def counters(self) -> dict[str, int]:
-        """What is counted outside the data set, since this process began."""
-        names = {f"accepted.{name}": count for name, count in self.intake.accepted.items()}
-        names |= {f"refused.{name}": count for name, count in self.intake.refused.items()}
-        names["converter.restarts"] = self.supervisor.restarts
-        return names
-
-    def metrics(self) -> str:
-        """Prometheus text."""
-        lines: list[str] = []
-
-        def add(name: str, kind: str, values: Mapping[str, float], label: str = "") -> None:
-            full = f"agentlightning_collector_{name}"
-            lines.append(f"# TYPE {full} {kind}")
-            for key, value in sorted(values.items()):
-                lines.append(f'{full}{{{label}="{key}"}} {value:g}' if label else f"{full} {value:g}")
-
-        def add_one(name: str, kind: str, value: float) -> None:
-            add(name, kind, {"": value})
-
-        dataset = self.commits.dataset
-        add("accepted_total", "counter", self.intake.accepted, "unit")
-        add("refused_total", "counter", self.intake.refused, "reason")
-        add("fidelity_total", "counter", dataset.counters(), "name")
-        add_one("sealed_attempts", "gauge", len(dataset.attempts))
-        add_one("open_attempts", "gauge", self.progress.get("open_attempts", 0))
-        add_one("pending_seals", "gauge", len(self.commits.pending))
-        add_one("journal_end_bytes", "counter", self.journal.end)
-        add_one("journal_unconverted_bytes", "gauge", self.intake.unconverted)
-        add_one(
-            "journal_unread_bytes", "gauge", self.journal.end - self.progress.get("read", self.intake.low)
-        )
-        add_one("journal_commits_total", "counter", self.journal.commits)
-        add_one("converter_restarts_total", "counter", self.supervisor.restarts)
-        add_one("converter_up", "gauge", self.supervisor.pid is not None)
-        return "\n".join(lines) + "\n"
-
-    def _on_message(self, message: Mapping[str, Any]) -> None:
-        match message.get("type"):
-            case "commit":
-                self._refresh()
-            case "pending":
-                self.commits.pending.update(pending_of(message))
-            case "progress":
-                self.progress = message
-
-    def _refresh(self) -> None:
-        self.commits.refresh()
-        if self.commits.low > self.intake.low:
-            self.intake.low = self.commits.low
-            self.journal.remove_below(self.commits.low)
-
-    async def _refresh_forever(self) -> None:
-        while True:
-            await asyncio.sleep(REFRESH_SECONDS)
-            self._refresh()
-
-    def _converter_arguments(self) -> list[str]:
-        arguments = self.arguments
-        settings = ["--data", str(arguments.data), "--state", str(arguments.state)]
-        settings += ["--log-level", arguments.log_level]
-        if arguments.idle_timeout is not None:
-            settings += ["--idle-timeout", str(arguments.idle_timeout)]
-        return settings
+def _settings(arguments: argparse.Namespace) -> Settings:
+    return Settings(
+        data=arguments.data,
+        state=arguments.state,
+        host=arguments.host,
+        grpc_port=arguments.grpc_port,
+        http_port=arguments.http_port,
+        durability=arguments.durability,
+        body_bytes=arguments.max_body_mib << 20,
+        journal_bytes=arguments.journal_limit_mib << 20,
+        idle_timeout=arguments.idle_timeout,
+        ready_file=arguments.ready_file,
+        log_level=arguments.log_level,
+        log_format=arguments.log_format,
+        forward=arguments.forward,
+        forward_headers=arguments.forward_header_file,
+        forward_bytes=arguments.forward_limit_mib << 20,
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -218,7 +133,16 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--token-file",
         metavar="FILE",
-        help="callers must bring the bearer token in this file (mode 0600); needed unless on loopback",
+        help="callers must bring a bearer token of this file (mode 0600, one a line, any of them opens); else "
+        f"those of the variable {TOKENS_VARIABLE}; one is needed unless on loopback",
+    )
+    add("--tls-cert", type=Path, metavar="FILE", help="serve HTTP and gRPC over TLS: certificate chain, PEM")
+    add("--tls-key", type=Path, metavar="FILE", help="its key, PEM, mode 0600")
+    add(
+        "--tls-client-ca",
+        type=Path,
+        metavar="FILE",
+        help="callers must show a certificate that this authority has signed (mutual TLS)",
     )
     add("--ready-file", type=Path, metavar="FILE", help="write process id and addresses here when serving")
     add("--max-body-mib", type=_positive, default=BODY_BYTES >> 20, metavar="N", help="default %(default)s")
@@ -235,6 +159,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="write an attempt as it is when nobody sealed it and nothing came for so long",
     )
+    add(
+        "--forward",
+        metavar="URL",
+        help="send everything on to another OTLP backend too: http(s)://HOST:PORT, or grpc(s)://HOST:PORT",
+    )
+    add(
+        "--forward-header-file",
+        type=Path,
+        metavar="FILE",
+        help="headers for that backend, as `name: value` lines (mode 0600), e.g. its API key",
+    )
+    add(
+        "--forward-limit-mib",
+        type=_positive,
+        default=8192,
+        metavar="N",
+        help="what the journal keeps for a backend that is down; older is skipped, counted (default %(default)s)",
+    )
+    add("--log-format", default="text", choices=FORMATS, help="default text")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="default info")
     return parser
 

@@ -22,6 +22,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from agentlightning.collector.assemble import Assembled, assemble
+from agentlightning.collector.logs import FORMATS, setup_logs
 from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, Stopped, decode
 from agentlightning.collector.records import JournalReader, Kind, Record
 from agentlightning.collector.span import Span
@@ -34,7 +35,7 @@ from agentlightning.proto.dataset import (
     commit_manifest,
     write_files,
 )
-from agentlightning.proto.process import die_with_parent, lock_directory, run_main, setup_logging
+from agentlightning.proto.process import die_with_parent, lock_directory, run_main
 from agentlightning.proto.schemas import TABLES
 
 __all__ = ["Converter", "main"]
@@ -397,9 +398,10 @@ def _main(argv: list[str] | None) -> int:
         help="write an attempt after S quiet seconds (default 300)",
     )
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-format", default="text", choices=FORMATS)
     arguments = parser.parse_args(argv)
     die_with_parent()
-    setup_logging("converter", arguments.log_level)
+    setup_logs("converter", arguments.log_level, arguments.log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the receiver, which closes the link
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
@@ -436,7 +438,7 @@ def _run(converter: Converter, link: Link, stopping: list[int]) -> None:
             if alive:
                 time.sleep(RETRY_SECONDS)
         now = time.monotonic()
-        if (was_busy and not busy) or (busy and now - told >= PROGRESS_SECONDS):
+        if (was_busy and not busy) or now - told >= PROGRESS_SECONDS:
             link.send(converter.progress())
             told = now
         if not alive and (failed or (converter.caught_up and not busy)):

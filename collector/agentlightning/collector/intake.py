@@ -3,17 +3,21 @@
 The one promise: when `accept` returns, the body is in the journal.
 """
 
-import zlib
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from types import TracebackType
 from typing import Final
+
+from isal import isal_zlib
+from isal.igzip_lib import IsalError
+from prometheus_client import Histogram
 
 from agentlightning.collector import wire
 from agentlightning.collector.journal import Journal, JournalUnavailable, Kind
 from agentlightning.collector.wire import Checked
 
-__all__ = ["BODY_BYTES", "Intake", "Refused", "gunzip"]
+__all__ = ["BODY_BYTES", "Hold", "Intake", "Refused", "gunzip"]
 
 BODY_BYTES: Final = 64 << 20
 """The largest body, before and after decompression."""
@@ -22,8 +26,12 @@ HELD_BYTES: Final = 128 << 20
 JOURNAL_BYTES: Final = 8 << 30
 """What the journal may hold for the converter before senders are asked to wait."""
 RETRY_SECONDS: Final = 1
+ACK_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+"""Bounds of the histogram."""
 
-_CHECKS: Final[dict[Kind, Callable[[bytes], Checked]]] = {
+Body = bytes | bytearray
+
+_CHECKS: Final[dict[Kind, Callable[[Body], Checked]]] = {
     Kind.TRACES: wire.check_traces,
     Kind.TRACES_JSON: wire.check_traces_json,
     Kind.LOGS: wire.check_logs,
@@ -81,6 +89,12 @@ class Intake:
         """Acknowledged: requests, spans, log_records, bytes."""
         self.refused: Counter[str] = Counter()
         """Requests by reason; and `invalid_id`, spans that were refused in part."""
+        self.latency = Histogram(
+            "agentlightning_collector_ack_seconds",
+            "From a whole body to its acknowledgement, sync included.",
+            buckets=ACK_SECONDS,
+            registry=None,
+        )
         self._held = 0
         self._held_bytes = held_bytes
         self._journal_bytes = journal_bytes
@@ -90,18 +104,23 @@ class Intake:
         """Bytes in the journal that the converter still needs."""
         return max(0, self.journal.end - self.low)
 
-    async def accept(self, kind: Kind, body: bytes) -> Checked:
+    @property
+    def unready(self) -> str:
+        """Why no body would be accepted now; empty if one would be."""
+        if self.unconverted > self._journal_bytes:
+            return self._full()
+        return self.journal.failed
+
+    async def accept(self, kind: Kind, body: Body) -> Checked:
         """Store a body. Raises Refused, and then it is not stored."""
+        began = time.perf_counter()
         try:
             checked = _CHECKS[kind](body)
         except wire.Malformed as error:
             raise Refused("malformed", str(error)) from None
         if checked.items > checked.rejected:
             if self.unconverted > self._journal_bytes:
-                raise Refused(
-                    "journal_full",
-                    f"{self.unconverted >> 20} MiB wait for conversion, the limit is {self._journal_bytes >> 20}.",
-                )
+                raise Refused("journal_full", self._full())
             try:
                 await self.journal.append(kind, body)
             except JournalUnavailable as error:
@@ -111,16 +130,8 @@ class Intake:
         self.accepted[_NAMES[kind]] += checked.items - checked.rejected
         if checked.rejected:
             self.refused["invalid_id"] += checked.rejected
+        self.latency.observe(time.perf_counter() - began)
         return checked
-
-    @contextmanager
-    def holding(self) -> "Iterator[Hold]":
-        """Account for the memory of one request while it is here."""
-        hold = Hold(self)
-        try:
-            yield hold
-        finally:
-            self._held -= hold.bytes
 
     def grow(self, size: int) -> None:
         """Raises Refused if memory for `size` more bytes is not there."""
@@ -128,29 +139,48 @@ class Intake:
             raise Refused("busy", "The collector holds as many unwritten bytes as it may.")
         self._held += size
 
+    def shrink(self, size: int) -> None:
+        """The memory is free again."""
+        self._held -= size
+
+    def _full(self) -> str:
+        return f"{self.unconverted >> 20} MiB wait for conversion, the limit is {self._journal_bytes >> 20}."
+
 
 class Hold:
-    """The bytes that one request holds."""
+    """The memory that one request holds while it is here."""
 
     def __init__(self, intake: Intake) -> None:
         self.bytes = 0
         self._intake = intake
+
+    def __enter__(self) -> "Hold":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
     def add(self, size: int) -> None:
         """Raises Refused if it cannot be."""
         self._intake.grow(size)
         self.bytes += size
 
+    def release(self) -> None:
+        self._intake.shrink(self.bytes)
+        self.bytes = 0
 
-def gunzip(data: bytes, limit: int) -> bytes:
+
+def gunzip(data: Body, limit: int) -> bytes:
     """Decompress, members and zero padding included. Raises Refused for a bomb or damaged data."""
     parts: list[bytes] = []
     room = limit
     while data:
-        member = zlib.decompressobj(wbits=31)
+        member = isal_zlib.decompressobj(wbits=31)
         try:
             part = member.decompress(data, room + 1)
-        except zlib.error as error:
+        except IsalError as error:  # type: ignore[misc]  # its stub says that it is an instance
             raise Refused("malformed", f"The body is not valid gzip: {error}.") from None
         room -= len(part)
         if room < 0:

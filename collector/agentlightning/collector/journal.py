@@ -21,7 +21,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -59,7 +59,7 @@ class JournalUnavailable(Exception):
 @dataclass(slots=True)
 class _Ticket:
     kind: Kind
-    body: bytes
+    body: bytes | bytearray
     future: "asyncio.Future[int]"
 
 
@@ -109,7 +109,7 @@ class Journal:
         segments = segment_bases(self.folder)
         return segments[0] if segments else self.end
 
-    async def append(self, kind: Kind, body: bytes) -> int:
+    async def append(self, kind: Kind, body: bytes | bytearray) -> int:
         """Store a record; returns its end when it is as durable as was asked for.
 
         Raises:
@@ -202,7 +202,7 @@ class Journal:
     def _write(self, batch: list[_Ticket], done: list[tuple[_Ticket, int]]) -> None:
         """Write and sync; `done` grows as records become durable."""
         position = self.end
-        parts: list[bytes] = []
+        parts: list[bytes | bytearray] = []
         written: list[tuple[_Ticket, int]] = []
         now = time.time_ns()
         for ticket in batch:
@@ -221,7 +221,10 @@ class Journal:
         self._flush(parts, written, done)
 
     def _flush(
-        self, parts: list[bytes], written: list[tuple[_Ticket, int]], done: list[tuple[_Ticket, int]]
+        self,
+        parts: list[bytes | bytearray],
+        written: list[tuple[_Ticket, int]],
+        done: list[tuple[_Ticket, int]],
     ) -> None:
         if not written:
             return
@@ -332,7 +335,7 @@ def identity(folder: Path) -> str:
         return fresh
 
 
-def _write_all(fd: int, parts: list[bytes], offset: int) -> int:
+def _write_all(fd: int, parts: Sequence[bytes | bytearray], offset: int) -> int:
     """pwritev until everything is written; returns the offset behind it."""
     views = [memoryview(part) for part in parts if part]
     while views:

@@ -3,7 +3,6 @@
 Metrics are answered UNIMPLEMENTED. Other services may share the server.
 """
 
-import hmac
 from collections.abc import Awaitable, Callable
 from typing import Final, NoReturn
 
@@ -14,7 +13,8 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
-from agentlightning.collector.intake import RETRY_SECONDS, Intake, Refused
+from agentlightning.collector.access import Tls, Tokens
+from agentlightning.collector.intake import RETRY_SECONDS, Hold, Intake, Refused
 from agentlightning.collector.journal import Kind
 from agentlightning.proto.errors import ConfigError
 
@@ -31,14 +31,14 @@ _CODES: Final = {
 _SERVICE: Final = "opentelemetry.proto.collector.{0}.v1.{1}Service"
 
 
-def handlers(intake: Intake, token: str | None = None) -> list[grpc.GenericRpcHandler]:
+def handlers(intake: Intake, tokens: Tokens | None = None) -> list[grpc.GenericRpcHandler]:
     """The export services."""
 
     def export(kind: Kind) -> Export:
         async def answer(body: bytes, context: Context) -> bytes:
-            await authorize(context, token, intake)
+            await authorize(context, tokens, intake)
             try:
-                with intake.holding() as hold:
+                with Hold(intake) as hold:
                     hold.add(len(body))
                     checked = await intake.accept(kind, body)
             except Refused as refused:
@@ -76,7 +76,7 @@ def handlers(intake: Intake, token: str | None = None) -> list[grpc.GenericRpcHa
 class GrpcServer:
     """A gRPC server in the running event loop."""
 
-    def __init__(self, host: str, port: int, *, body_bytes: int) -> None:
+    def __init__(self, host: str, port: int, *, body_bytes: int, tls: Tls | None = None) -> None:
         """Raises ConfigError if the port cannot be had."""
         self.server = grpc.aio.server(
             options=[
@@ -92,7 +92,10 @@ class GrpcServer:
         )
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         try:
-            self.port = self.server.add_insecure_port(address)
+            if tls is None:
+                self.port = self.server.add_insecure_port(address)
+            else:
+                self.port = self.server.add_secure_port(address, tls.credentials())
         except RuntimeError:
             self.port = 0
         if self.port == 0:
@@ -108,15 +111,14 @@ class GrpcServer:
         await self.server.stop(grace=5)
 
 
-async def authorize(context: Context, token: str | None, intake: Intake) -> None:
-    """Abort the call unless it brings the token."""
-    if token is None:
+async def authorize(context: Context, tokens: Tokens | None, intake: Intake) -> None:
+    """Abort the call unless it brings one of the tokens."""
+    if tokens is None:
         return
     for key, value in context.invocation_metadata() or ():
-        if key == "authorization":
-            given = value if isinstance(value, bytes) else value.encode()
-            if hmac.compare_digest(given, f"Bearer {token}".encode()):
-                return
+        given = value if isinstance(value, bytes) else value.encode()
+        if key == "authorization" and tokens.accept(given):
+            return
     intake.refused["unauthorized"] += 1
     await _abort(context, grpc.StatusCode.UNAUTHENTICATED, "The bearer token is missing or wrong.")
 

@@ -8,11 +8,12 @@ import enum
 import logging
 import os
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from isal.isal_zlib import crc32
 
 from agentlightning.proto.errors import DataError
 
@@ -142,8 +143,8 @@ class JournalReader:
         return Record(position, end, -1, 0, Kind.QUARANTINED, b"")
 
 
-def encode_header(position: int, sequence: int, now: int, kind: Kind, body: bytes) -> bytes:
-    crc = zlib.crc32(body, zlib.crc32(_CHECKED.pack(position, len(body), kind, sequence, now)))
+def encode_header(position: int, sequence: int, now: int, kind: Kind, body: bytes | bytearray) -> bytes:
+    crc = crc32(body, crc32(_CHECKED.pack(position, len(body), kind, sequence, now)))
     return HEADER.pack(MAGIC, len(body), crc, kind, sequence, now)
 
 
@@ -161,7 +162,7 @@ def read_record(fd: int, base: int, position: int, stop: int) -> Record | None:
         return None
     body = os.pread(fd, length, position - base + HEADER.size)
     # The position is in the checksum: a record that somebody sent inside a body is not one of ours.
-    if zlib.crc32(body, zlib.crc32(_CHECKED.pack(position, length, kind, sequence, time_ns))) != crc:
+    if crc32(body, crc32(_CHECKED.pack(position, length, kind, sequence, time_ns))) != crc:
         return None
     try:
         return Record(position, end, sequence, time_ns, Kind(kind), body)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc
 import pyarrow as pa
 
+from agentlightning.collector.access import Tokens
 from agentlightning.collector.intake import Intake
 from agentlightning.collector.journal import JournalUnavailable, Kind
 from agentlightning.collector.receiver_grpc import Context, abort_unavailable, authorize
@@ -137,19 +138,19 @@ class TransitionService(TransitionsServicer):
         commits: Commits,
         intake: Intake,
         *,
-        token: str | None = None,
+        tokens: Tokens | None = None,
         counters: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._commits = commits
         self._intake = intake
-        self._token = token
+        self._tokens = tokens
         self._counters = counters
         # One thread and its own view of the data set: reading a large table must not stop the event loop.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
         self._readers_dataset: Dataset | None = None
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
-        await authorize(context, self._token, self._intake)
+        await authorize(context, self._tokens, self._intake)
         wanted: dict[Key, int | None] = {}
         for attempt in request.attempts:
             if not attempt.rollout_id or attempt.attempt < 0:
@@ -178,7 +179,7 @@ class TransitionService(TransitionsServicer):
         )
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ArrowBatch]:
-        await authorize(context, self._token, self._intake)
+        await authorize(context, self._tokens, self._intake)
         schema = TABLES.get(request.table)
         if schema is None:
             await context.abort(
@@ -201,7 +202,7 @@ class TransitionService(TransitionsServicer):
             yield pb.ArrowBatch(ipc_stream=part)
 
     async def Follow(self, request: pb.FollowRequest, context: Context) -> AsyncIterator[pb.SealedAttempt]:
-        await authorize(context, self._token, self._intake)
+        await authorize(context, self._tokens, self._intake)
         cursor = request.cursor
         run_id = request.run_id if request.HasField("run_id") else None
         while not self._commits.closing:
@@ -214,7 +215,7 @@ class TransitionService(TransitionsServicer):
         await abort_unavailable(context, "The collector is shutting down; follow again from your cursor.")
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
-        await authorize(context, self._token, self._intake)
+        await authorize(context, self._tokens, self._intake)
         return pb.StatsResponse(counters={**self._commits.dataset.counters(), **self._counters()})
 
     async def _record_seal(self, attempts: Mapping[Key, int | None], context: Context) -> None:

@@ -1,6 +1,6 @@
-"""The converter as a child process: started, niced, restarted when it dies, told when there is work.
+"""Converter and forwarder as child processes: started, niced, restarted when they die, told when there is work.
 
-Receiver and converter share a socket pair. Downwards goes one byte for "more is committed"; its end
+Receiver and child share a socket pair. Downwards goes one byte for "more is committed"; its end
 means "finish". Upwards go JSON lines. The socket is a convenience alone: what counts is in the journal
 and in the manifests, so either process may be killed at any moment.
 """
@@ -29,13 +29,11 @@ NICENESS: Final = 10
 """Receivers answer agents that wait; conversion may take what is left of the processor."""
 BACKOFF: Final = (0.1, 5.0)
 """Seconds before a restart: the first, and the longest, doubling in between."""
-MODULE: Final = "agentlightning.collector.converter"
-
 Message = Mapping[str, Any]  # JSON
 
 
 class Link:
-    """The converter's end."""
+    """The child's end."""
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
@@ -66,20 +64,22 @@ class Link:
 
 
 class Supervisor:
-    """Keeps one converter alive.
+    """Keeps one child alive.
 
-    Invariant: at most one converter that we started is alive, and it holds the only other end of the
+    Invariant: at most one that we started is alive, and it holds the only other end of the
     socket, so that it learns of our death whichever way we die.
     """
 
-    def __init__(self, arguments: Sequence[str], on_message: Callable[[Message], None]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], on_message: Callable[[Message], None]) -> None:
         """
         Args:
-            arguments: for the converter's command line, without its end of the socket.
-            on_message: called in the event loop with everything that the converter says.
+            name: of the child: the module `agentlightning.collector.NAME`.
+            arguments: for its command line, without its end of the socket.
+            on_message: called in the event loop with everything that it says.
         """
         self.restarts = 0
         self.pid: int | None = None
+        self._name = name
         self._arguments = list(arguments)
         self._on_message = on_message
         self._writer: asyncio.StreamWriter | None = None
@@ -97,7 +97,7 @@ class Supervisor:
             writer.write(b".")
 
     async def stop(self, timeout: float = 10.0) -> bool:
-        """Let the converter finish what is ready; True if it did in time."""
+        """Let the child finish what is ready; True if it did in time."""
         self._stopping = True
         if self._writer is not None and self._writer.can_write_eof():
             with contextlib.suppress(OSError):
@@ -107,7 +107,7 @@ class Supervisor:
         done, _ = await asyncio.wait({self._task}, timeout=timeout)
         if done:
             return True
-        log.warning("The converter did not finish within %.0f s; the journal keeps the rest.", timeout)
+        log.warning("The %s did not finish within %.0f s; the journal keeps the rest.", self._name, timeout)
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
         await asyncio.wait({self._task}, timeout=5)
@@ -123,7 +123,7 @@ class Supervisor:
             self.restarts += 1
             if time.monotonic() - began > BACKOFF[1]:
                 pause = BACKOFF[0]
-            log.error("The converter ended with code %d; starting it again in %.1f s.", code, pause)
+            log.error("The %s ended with code %d; starting it again in %.1f s.", self._name, code, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, BACKOFF[1])
             if self._stopping:
@@ -149,7 +149,14 @@ class Supervisor:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, *self._arguments, "--link-fd", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    f"agentlightning.collector.{self._name}",
+                    *self._arguments,
+                    "--link-fd",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
@@ -159,13 +166,13 @@ class Supervisor:
         return process, ours
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        """Until the converter's end of the socket closes."""
+        """Until the child's end of the socket closes."""
         with contextlib.suppress(ConnectionResetError):
             while line := await reader.readline():
                 try:
                     message = json.loads(line)
                 except ValueError:
-                    log.error("The converter sent something that is no JSON: %r.", line[:200])
+                    log.error("The %s sent something that is no JSON: %r.", self._name, line[:200])
                     continue
                 self._on_message(message)
 

@@ -38,6 +38,9 @@ __all__ = [
 ]
 
 
+Body = bytes | bytearray
+
+
 class Malformed(Exception):
     """A body that is not what its content type says; the message is a sentence for the sender."""
 
@@ -111,7 +114,7 @@ def valid_id(trace_id: bytes, span_id: bytes) -> bool:
     return len(trace_id) == 16 and len(span_id) == 8 and trace_id != _NO_TRACE and span_id != _NO_SPAN
 
 
-def check_traces(body: bytes) -> Checked:
+def check_traces(body: Body) -> Checked:
     """Check an ExportTraceServiceRequest. Raises Malformed."""
     request = _parse(TraceRequest, body, "ExportTraceServiceRequest")
     items = rejected = 0
@@ -125,7 +128,7 @@ def check_traces(body: bytes) -> Checked:
     return Checked(items, rejected)
 
 
-def check_logs(body: bytes) -> Checked:
+def check_logs(body: Body) -> Checked:
     """Check an ExportLogsServiceRequest. Raises Malformed."""
     request = _parse(LogsRequest, body, "ExportLogsServiceRequest")
     return Checked(
@@ -133,7 +136,7 @@ def check_logs(body: bytes) -> Checked:
     )
 
 
-def check_traces_json(body: bytes) -> Checked:
+def check_traces_json(body: Body) -> Checked:
     """The same for OTLP/JSON."""
     items = rejected = 0
     for resource in _list(_document(body), "resourceSpans", "the request"):
@@ -147,7 +150,7 @@ def check_traces_json(body: bytes) -> Checked:
     return Checked(items, rejected)
 
 
-def check_logs_json(body: bytes) -> Checked:
+def check_logs_json(body: Body) -> Checked:
     """The same for OTLP/JSON."""
     items = 0
     for resource in _list(_document(body), "resourceLogs", "the request"):
@@ -156,14 +159,14 @@ def check_logs_json(body: bytes) -> Checked:
     return Checked(items)
 
 
-def _parse(message: Any, body: bytes, name: str) -> Any:
+def _parse(message: Any, body: Body, name: str) -> Any:
     try:
         return message.FromString(body)
     except DecodeError:
         raise Malformed(f"The body is not a protobuf {name}: it cannot be parsed.") from None
 
 
-def _document(body: bytes) -> Any:
+def _document(body: Body) -> Any:
     if not body.strip():
         return {}
     try:

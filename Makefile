@@ -2,6 +2,7 @@
 # make test         install what it needs into .venv, and run checks and tests
 # make bench        run all benchmarks (after make quickstart)
 # make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
+# make bench-gateway     the gateway beside other proxies (the same)
 # make lock         resolve requirements/all.lock anew
 # make generate     write generated code and pages anew
 
@@ -44,6 +45,9 @@ bench: $(INSTALLED)
 
 bench-collector: $(INSTALLED)
 	$(BIN)/python benchmarks/collector_peers.py
+
+bench-gateway: $(INSTALLED)
+	$(BIN)/python benchmarks/gateway_peers.py
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

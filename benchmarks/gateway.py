@@ -53,7 +53,7 @@ def stream_events() -> list[bytes]:
     events = []
     for number in range(CHUNKS):
         entry = {"token": "pen", "logprob": -0.125, "bytes": None, "top_logprobs": []}
-        choice: dict[str, Any] = {"index": 0, "delta": {"content": "pen "}, "finish_reason": None}
+        choice: dict[str, Any] = {"index": 0, "delta": {"content": f"pen{number} "}, "finish_reason": None}
         choice |= {"token_ids": [number], "logprobs": {"content": [entry]}}
         data = {
             "id": "chatcmpl-1",
@@ -77,7 +77,15 @@ def serve(what: str, port: int, target: str) -> None:
     import uvicorn
 
     app = {"engine": engine_app, "sink": sink_app, "peer": peer_app}[what](target)
-    uvicorn.run(app, host="127.0.0.1", port=port, lifespan="off", log_level="warning", access_log=False)
+    uvicorn.run(
+        app,
+        host="127.0.0.1",
+        port=port,
+        lifespan="off",
+        log_level="error",
+        access_log=False,
+        timeout_keep_alive=600,
+    )
 
 
 async def read(receive: Callable[[], Awaitable[Any]]) -> bytes:
@@ -218,7 +226,7 @@ async def load(url: str, count: int, connections: int, **fields: Any) -> tuple[f
             async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:
                 answer = await response.read()
                 if response.status != 200 or (fields.get("stream") and b"[DONE]" not in answer):
-                    sys.exit(f"{url} answered {response.status}: {answer[:300]!r}")
+                    sys.exit(f"{url} answered {response.status}: {answer[:200]!r} … {answer[-300:]!r}")
             took.append(time.perf_counter() - start)
 
     start = time.perf_counter()

@@ -13,19 +13,25 @@ def tasks(seed: int, count: int) -> list[dict[str, Any]]:
     ]
 
 
+def open_client() -> OpenAI:
+    return OpenAI(max_retries=8)
+
+
+def say(client: OpenAI, messages: list[dict[str, Any]], text: str) -> str:
+    """One more turn of a conversation."""
+    messages.append({"role": "user", "content": text})
+    answer = client.chat.completions.create(
+        model=os.environ["OPENAI_MODEL"],
+        messages=messages,  # type: ignore[arg-type]
+    )
+    said = answer.choices[0].message.content or ""
+    messages.append({"role": "assistant", "content": said})
+    return said
+
+
 def solve(word: str) -> str:
-    client = OpenAI(max_retries=8)
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"Say {word}."}]
-    said = []
-    for _ in range(2):
-        answer = client.chat.completions.create(
-            model=os.environ["OPENAI_MODEL"],
-            messages=messages,  # type: ignore[arg-type]
-        )
-        text = answer.choices[0].message.content or ""
-        said.append(text)
-        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Again."}]
-    return "".join(said)
+    client, messages = open_client(), []
+    return say(client, messages, f"Say {word}.") + say(client, messages, "Again.")
 
 
 def evaluate(task: dict[str, Any], output: Any) -> float:

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from agentlightning.proto.dataset import open_dataset
 
 AGENTS = Path(__file__).parent
 
@@ -78,6 +81,30 @@ class Run:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
+
+
+def assert_exact(run: Run, *, steps: int) -> None:
+    """Every transition trained at most once, none that was acknowledged lost, and the chain of tokens whole."""
+    dataset = open_dataset(run.root)
+    rows = dataset.table("transitions").to_pylist()
+    calls = Counter(row["call_id"] for row in rows)
+    assert max(calls.values()) == 1
+    samples = dataset.table("samples").to_pylist()
+    assert sorted({sample["step"] for sample in samples}) == list(range(1, steps + 1))
+    trained = Counter(call for sample in samples for call in sample["call_ids"])
+    assert max(trained.values()) == 1
+    assert set(trained) <= set(calls)
+    by_call = {row["call_id"]: row for row in rows}
+    for sample in samples:
+        tokens, mask = sample["token_ids"], sample["mask"]
+        sampled = [token for token, flag in zip(tokens, mask, strict=True) if flag]
+        assert sampled == [
+            token for call in sample["call_ids"] for token in by_call[call]["response_token_ids"]
+        ]
+    # The gateway's ledger and the data set agree, for every attempt that ended well.
+    for attempt in dataset.table("rollouts").to_pylist():
+        if attempt["state"] == "succeeded":
+            assert attempt["calls_stored"] == attempt["calls_expected"]
 
 
 def wait_for(condition: Callable[[], bool], *, seconds: float = 120, why: Callable[[], str] = str) -> None:

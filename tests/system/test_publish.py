@@ -74,7 +74,13 @@ def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_
         gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
         engine = EngineClient(services.engine, token=services.engine_token)
         await gateway.set_policy("policy", "tiny", {})
-        options = {"policy": "policy", "base": tiny_model, "dtype": torch.float32, "probes": PROBES}
+        options = {
+            "policy": "policy",
+            "base": tiny_model,
+            "dtype": torch.float32,
+            "probes": PROBES,
+            "drain_s": 1.0,
+        }
         good = Publisher(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         bad = WrongWeights(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         try:
@@ -117,6 +123,7 @@ def test_an_engine_that_is_killed_serves_the_published_version_again(stage: Stag
             base=tiny_model,
             dtype=torch.float32,
             probes=PROBES,
+            drain_s=1.0,
         )
         try:
             nudge(stage.learner)

@@ -1,7 +1,6 @@
 """Whole runs: every component real and in its own process; the model tiny and random."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 
 import duckdb
@@ -9,7 +8,7 @@ import polars
 import pyarrow.dataset
 import pytest
 import torch
-from running import Run, wait_for
+from running import Run, assert_exact, wait_for
 from safetensors.torch import load_file
 from troubled import TROUBLES
 
@@ -17,30 +16,6 @@ from agentlightning.proto.dataset import open_dataset
 
 Make = Callable[..., Run]
 COMPONENTS = ["trainer", "collector", "gateway", "controller", "engine"]
-
-
-def assert_exact(run: Run, *, steps: int) -> None:
-    """Every transition trained at most once, none that was acknowledged lost, and the chain of tokens whole."""
-    dataset = open_dataset(run.root)
-    rows = dataset.table("transitions").to_pylist()
-    calls = Counter(row["call_id"] for row in rows)
-    assert max(calls.values()) == 1
-    samples = dataset.table("samples").to_pylist()
-    assert sorted({sample["step"] for sample in samples}) == list(range(1, steps + 1))
-    trained = Counter(call for sample in samples for call in sample["call_ids"])
-    assert max(trained.values()) == 1
-    assert set(trained) <= set(calls)
-    by_call = {row["call_id"]: row for row in rows}
-    for sample in samples:
-        tokens, mask = sample["token_ids"], sample["mask"]
-        sampled = [token for token, flag in zip(tokens, mask, strict=True) if flag]
-        assert sampled == [
-            token for call in sample["call_ids"] for token in by_call[call]["response_token_ids"]
-        ]
-    # The gateway's ledger and the data set agree, for every attempt that ended well.
-    for attempt in dataset.table("rollouts").to_pylist():
-        if attempt["state"] == "succeeded":
-            assert attempt["calls_stored"] == attempt["calls_expected"]
 
 
 def test_a_run_leaves_data_a_model_a_report_and_says_what_came_of_it(make_run: Make) -> None:

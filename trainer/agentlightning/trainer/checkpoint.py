@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from agentlightning.proto.errors import ConfigError, DataError
 from agentlightning.trainer.learner import Learner
 
-__all__ = ["config_digest", "latest", "load", "save"]
+__all__ = ["config_digest", "latest", "load", "oldest", "save"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,12 @@ def save(root: Path, learner: Learner, *, cursor: Any, config_digest: str, keep:
 def latest(root: Path) -> Path | None:
     """The newest complete checkpoint, if there is one."""
     return next(iter(_complete(root)), None)
+
+
+def oldest(root: Path) -> int:
+    """Step of the oldest complete checkpoint: nothing before it will ever be repeated. 0: there is none."""
+    complete = _complete(root)
+    return int(complete[-1].name.removeprefix("step-")) if complete else 0
 
 
 def load(path: Path, learner: Learner, *, config_digest: str | None = None) -> Any:

@@ -180,6 +180,13 @@ class EngineClient(JsonClient):
         )
         return answer["version"], answer["logprobs"]
 
+    async def pause(self, ttl_s: float) -> None:
+        """Sample nothing until `resume`, at most so many seconds; answers in flight stay where they are."""
+        await self.call("POST", "/pause", {"ttl_s": ttl_s})
+
+    async def resume(self) -> None:
+        await self.call("POST", "/resume", {})
+
     async def health(self, *, patience: float = PATIENCE) -> dict[str, Any]:
         return await self.call("GET", "/health", patience=patience)
 

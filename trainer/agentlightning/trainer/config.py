@@ -289,6 +289,18 @@ class TrainSection(Section):
     """Seconds to wait for a missing call before its rollout is left out."""
 
 
+class LoopConfig(Section):
+    kind: Literal["sync", "async"] = "sync"
+    """sync: each step waits for its own rollouts. async: agents go on while weights change, and a step takes the
+    groups that are done."""
+    staleness: int = Field(default=4, ge=0)
+    """With kind=async: how many versions old the weights may be that sampled any trained token. Rollouts that would
+    get older are not started."""
+    drain_s: float = Field(default=1.0, ge=0)
+    """Seconds that answers in flight may take to end before weights change; then they are kept, and go on with the
+    new weights."""
+
+
 class EvaluateConfig(Section):
     tasks: int = Field(default=64, ge=0)
     """Held-out tasks, one rollout each; 0 switches evaluation off."""
@@ -346,6 +358,7 @@ class TrainConfig(Section):
     controller: ControllerConfig = ControllerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainSection = TrainSection()
+    loop: LoopConfig = LoopConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     offline: OfflineConfig = OfflineConfig()

@@ -50,6 +50,11 @@ class Layout:
         return self.root / "checkpoints"
 
     @property
+    def plans(self) -> Path:
+        """Which groups the steps since the last checkpoint are made of (asynchronous loop)."""
+        return self.state / "plans"
+
+    @property
     def final(self) -> Path:
         return self.root / "checkpoint"
 

@@ -1,27 +1,27 @@
-"""The training loop, synchronous: sample a step's groups, update once, publish, repeat.
+"""The training loop: groups in, one update, new weights out, repeat.
 
-Time order of a step: enqueue groups → wait → seal → fetch from Parquet → merge into samples → credit and
-advantage → update → samples table → checkpoint → publish. A crash anywhere resumes from the last
-checkpoint; the rollouts of a step are found again by their ids, so nothing is sampled or trained twice.
+Time order of a step: groups (see `supply` and `stream`) → seal → fetch from Parquet → merge into samples → credit and
+advantage → update → samples table → checkpoint → publish. Synchronous, nothing is sampled during the update.
+Asynchronous, the gateway is held and the engine paused from the update to the publish: sampling and update share the
+hardware one after the other, while agents go on with what is not the model's work, and their answers with the new
+weights. A crash anywhere resumes from the last checkpoint; rollouts are found again by their ids, so nothing is
+sampled or trained twice.
 """
 
 import asyncio
+import functools
 import logging
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from agentlightning.proto import dataset
 from agentlightning.proto.errors import LightningError
 from agentlightning.trainer import checkpoint
-from agentlightning.trainer.advantage import Scored
 from agentlightning.trainer.clients import EngineClient, GatewayClient, TransitionClient
 from agentlightning.trainer.config import SamplingConfig, TrainConfig
 from agentlightning.trainer.console import Console
@@ -30,30 +30,19 @@ from agentlightning.trainer.launch import Layout, Services
 from agentlightning.trainer.learner import Learner, UpdateResult
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import choose_dtype, load_model, load_tokenizer, resolve_model
+from agentlightning.trainer.plans import Plans
 from agentlightning.trainer.probe import probe_texts
 from agentlightning.trainer.publish import Publisher
 from agentlightning.trainer.recipe import learner_settings, score_transitions
-from agentlightning.trainer.rollouts import Collected, Collector, Group
-from agentlightning.trainer.samples import SampleSet, samples_table
-from agentlightning.trainer.tasks import Task, task_order
+from agentlightning.trainer.rollouts import Collector, Group
+from agentlightning.trainer.samples import samples_table
+from agentlightning.trainer.stream import StreamSupply
+from agentlightning.trainer.supply import StepBatch, StepSupply, Supply
+from agentlightning.trainer.tasks import Task
 
 __all__ = ["Trainer", "build_learner"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Batch:
-    """What one optimiser step is made of."""
-
-    scored: Scored
-    samples: SampleSet
-    rewards: dict[str, float]
-    """Rollout id → reward."""
-    sampled_groups: int
-    informative_groups: int
-    counters: Counter[str]
-    seconds: dict[str, float]
 
 
 def build_learner(config: TrainConfig) -> Learner:
@@ -70,6 +59,7 @@ def digest(config: TrainConfig) -> str:
             "policy": config.policy.model_dump(mode="json", exclude={"sampling", "val_sampling", "name"}),
             "run": {"name": config.run.name, "seed": config.run.seed},
             "tasks": config.tasks.model_dump(mode="json"),
+            "loop": config.loop.kind,
         }
     )
 
@@ -100,8 +90,8 @@ class Trainer:
         self._start_agents = start_agents
         self._tasks = tasks
         self._held_out = held_out
-        self._consumed = 0
-        """How many training tasks have been handed out: the data cursor."""
+        self._cursor: dict[str, Any] | None = None
+        """Of the checkpoint to go on from."""
 
     def restore(self) -> bool:
         """Continue from the newest checkpoint, if there is one."""
@@ -110,8 +100,10 @@ class Trainer:
             self.metrics.rewind(0)
             return False
         cursor = checkpoint.load(newest, self.learner, config_digest=digest(self.config))
-        self._consumed = cursor["consumed"]
+        self._cursor = cursor["supply"]
         self.metrics.rewind(self.learner.step)
+        if cursor["record"]["step"] not in [event["step"] for event in self.metrics.of("step")]:
+            self.metrics.add(**cursor["record"])  # killed between the checkpoint and the end of its step
         # The samples of that step were on disk before the checkpoint; their manifest may not be.
         self._commit_samples(self.learner.step)
         return True
@@ -149,8 +141,12 @@ class Trainer:
                 base=resolve_model(policy.model),
                 dtype=await self._served_dtype(engine),
                 probes=probe_texts(load_tokenizer(policy.model)),
+                drain_s=self.config.loop.drain_s,
             )
-            await self._steps(collector, publisher)
+            try:
+                await self._steps(collector, publisher)
+            finally:
+                await collector.close()
             self._finish(await gateway.stats(self.config.run.name), await transitions.stats())
         finally:
             for client in (gateway, engine, transitions):
@@ -167,107 +163,124 @@ class Trainer:
 
     async def _steps(self, collector: Collector, publisher: Publisher) -> None:
         train = self.config.train
-        if self.learner.version == 0:
+        if self.learner.version == publisher.served:
             verdict = await publisher.verify(self.learner)
         else:
             verdict = (await publisher.publish(self.learner)).verdict
         self._console.say(verdict.sentence[:1].upper() + verdict.sentence[1:])
         await asyncio.to_thread(self._start_agents)
+        supply = self._supply(collector)
+        if self._cursor is not None:
+            supply.restore(self._cursor)
         await self._evaluate(collector)
         self._console.begin(train.steps, done=self.learner.step)
         while self.learner.step < train.steps:
-            await self._step(collector, publisher)
+            await self._step(supply, publisher)
             every = self.config.evaluate.every
-            if self.learner.step == train.steps or (every and self.learner.step % every == 0):
+            if every and self.learner.step % every == 0 and self.learner.step < train.steps:
                 await self._evaluate(collector)
+        await supply.close()
         await self._evaluate(collector)
 
-    async def _step(self, collector: Collector, publisher: Publisher) -> None:
-        began = time.monotonic()
-        step = self.learner.step + 1
-        batch = await self._sample(collector, step)
-        seconds = dict(batch.seconds)
+    def _supply(self, collector: Collector) -> Supply:
+        config, train = self.config, self.config.train
+        score = functools.partial(score_transitions, config)
+        sampling = _sampling(config.policy.sampling)
+        if config.loop.kind == "sync":
+            return StepSupply(
+                collector,
+                self._tasks,
+                score,
+                train,
+                run_id=config.run.name,
+                seed=config.run.seed,
+                sampling=sampling,
+                announce=self._console.rollouts,
+                on_finish=self._console.rollout,
+            )
+        flow = collector.flow(
+            split="train",
+            sampling=sampling,
+            replace_rounds=train.refill_rounds,
+            on_finish=self._console.rollout,
+        )
+        return StreamSupply(
+            flow,
+            self._tasks,
+            score,
+            train,
+            Plans(self.layout.plans),
+            run_id=config.run.name,
+            seed=config.run.seed,
+            concurrency=config.agent.concurrency,
+            staleness=config.loop.staleness,
+            announce=self._console.rollouts,
+        )
 
+    async def _step(self, supply: Supply, publisher: Publisher) -> None:
+        began = time.monotonic()
+        step, version = self.learner.step + 1, self.learner.version
+        batch = await supply.next(step, version)
+        seconds = dict(batch.seconds)
+        published = None
+        if self.config.loop.kind == "async":
+            held = time.monotonic()
+            async with publisher.standstill():
+                seconds["drain"] = time.monotonic() - held
+                record, stepped = await self._update(supply, step, version, batch, seconds)
+                clock = time.monotonic()
+                if stepped:
+                    published = await publisher.swap(self.learner, await publisher.prepare(self.learner))
+        else:
+            record, stepped = await self._update(supply, step, version, batch, seconds)
+            clock = time.monotonic()
+            if stepped:
+                published = await publisher.publish(self.learner)
+        seconds["publish"] = time.monotonic() - clock
+        seconds["total"] = time.monotonic() - began
+        record |= {
+            "seconds": _rounded(seconds),
+            "probe": asdict(published.verdict) if published else None,
+            "held_seconds": round(publisher.held_seconds, 3) if published else 0.0,
+        }
+        self.metrics.add(**record)
+        self._console.step(record)
+
+    async def _update(
+        self, supply: Supply, step: int, version: int, batch: StepBatch, seconds: dict[str, float]
+    ) -> tuple[dict[str, Any], bool]:
+        """Train and save. Returns the step's record as far as it is known, and whether the weights changed."""
         clock = time.monotonic()
         result = await asyncio.to_thread(self.learner.update, batch.scored.samples, batch.scored.advantages)
         self.learner.step = step  # a batch without gradient is a step all the same
         seconds["update"] = time.monotonic() - clock
-
-        clock = time.monotonic()
-        await asyncio.to_thread(self._save, step, batch, result)
-        seconds["checkpoint"] = time.monotonic() - clock
-
-        clock = time.monotonic()
-        published = None
-        if result.stepped:
-            published = await publisher.publish(self.learner)
-        seconds["publish"] = time.monotonic() - clock
-        seconds["total"] = time.monotonic() - began
-
-        record = self.metrics.add(
-            "step",
-            step=step,
-            version=self.learner.version,
-            reward=_mean(batch.rewards.values()),
-            rollouts=len(batch.rewards),
-            groups={"sampled": batch.sampled_groups, "informative": batch.informative_groups},
-            seconds={name: round(value, 3) for name, value in seconds.items()},
-            update=result.metrics,
-            breaks=dict(batch.samples.breaks),
-            tokens={
+        record = {
+            "event": "step",
+            "step": step,
+            "version": self.learner.version,
+            "reward": _mean(batch.rewards.values()),
+            "rollouts": len(batch.rewards),
+            "groups": {"sampled": batch.sampled_groups, "informative": batch.informative_groups},
+            "staleness": batch.staleness(version),
+            "carried_over": batch.carried_over,
+            "update": result.metrics,
+            "breaks": dict(batch.samples.breaks),
+            "tokens": {
                 "trained": sum(sample.trained for sample in batch.scored.samples),
                 "left_out": dict(batch.samples.tokens_left_out + batch.scored.tokens_left_out),
             },
-            counters=dict(batch.counters),
-            probe=asdict(published.verdict) if published else None,
-            held_seconds=round(published.held_seconds, 3) if published else 0.0,
-        )
-        self._console.step(record)
+            "counters": dict(batch.counters),
+            "probe": None,
+            "held_seconds": 0.0,
+        }
+        clock = time.monotonic()
+        so_far = {**seconds, "checkpoint": 0.0, "publish": 0.0, "total": sum(seconds.values())}
+        cursor = {"supply": supply.state(), "record": {**record, "seconds": _rounded(so_far)}}
+        await asyncio.to_thread(self._save, step, batch, result, cursor)
+        seconds["checkpoint"] = time.monotonic() - clock
+        return record, result.stepped
 
-    async def _sample(self, collector: Collector, step: int) -> Batch:
-        """Groups for one update; groups that say nothing are replaced, within bounds."""
-        train = self.config.train
-        parts: list[Collected] = []
-        sampled, wanted = 0, train.groups_per_step
-        counters = Counter[str]()
-        seconds: dict[str, float] = {"merge": 0.0}
-        for round_ in range(1 + train.refill_rounds):
-            groups = [
-                Group(f"{self.config.run.name}.{step:05d}.{round_}.{number:03d}", task, train.group_size)
-                for number, task in enumerate(self._next_tasks(wanted))
-            ]
-            sampled += len(groups)
-            self._console.rollouts(f"step {step}", len(groups) * train.group_size)
-            collected = await collector.run(
-                groups,
-                split="train",
-                sampling=_sampling(self.config.policy.sampling),
-                on_finish=self._console.rollout,
-            )
-            parts.append(collected)
-            counters.update(collected.counters)
-            for name, value in collected.seconds.items():
-                seconds[name] = seconds.get(name, 0.0) + value
-            clock = time.monotonic()
-            everything = _concat(parts)
-            samples, scored = await asyncio.to_thread(score_transitions, self.config, everything)
-            seconds["merge"] += time.monotonic() - clock
-            informative = sum(not group.zero_variance for group in scored.groups)
-            wanted = train.groups_per_step - informative
-            if wanted <= 0:
-                break
-        counters.update(samples.calls_left_out)
-        counters.update(scored.refused_rollouts)
-        rewards = {o.rollout_id: o.reward for o in everything.outcomes if o.reward is not None}
-        return Batch(scored, samples, rewards, sampled, informative, +counters, seconds)
-
-    def _next_tasks(self, count: int) -> list[Task]:
-        order: Iterator[Task] = task_order(self._tasks, seed=self.config.run.seed)
-        chosen = list(islice(order, self._consumed, self._consumed + count))
-        self._consumed += count
-        return chosen
-
-    def _save(self, step: int, batch: Batch, result: UpdateResult) -> None:
+    def _save(self, step: int, batch: StepBatch, result: UpdateResult, cursor: Mapping[str, Any]) -> None:
         scored = batch.scored
         table = samples_table(
             scored.samples,
@@ -281,10 +294,11 @@ class Trainer:
             checkpoint.save(
                 self.layout.checkpoints,
                 self.learner,
-                cursor={"consumed": self._consumed},
+                cursor=cursor,
                 config_digest=digest(self.config),
                 keep=self.config.checkpoint.keep,
             )
+            Plans(self.layout.plans).forget(checkpoint.oldest(self.layout.checkpoints))
         self._commit_samples(step)
 
     def _commit_samples(self, step: int) -> None:
@@ -323,6 +337,8 @@ class Trainer:
             groups,
             split="val",
             sampling=_sampling(policy.val_sampling or policy.sampling),
+            replace_rounds=self.config.train.refill_rounds,
+            priority=1,  # training rollouts may be queued already, and weights stand still meanwhile
             on_finish=self._console.rollout,
         )
         interval = mean_interval(collected.rewards())
@@ -368,12 +384,5 @@ def _mean(values: Any) -> float | None:
     return sum(numbers) / len(numbers) if numbers else None
 
 
-def _concat(parts: Sequence[Collected]) -> Collected:
-    if len(parts) == 1:
-        return parts[0]
-    return Collected(
-        rows={key: row for part in parts for key, row in part.rows.items()},
-        outcomes=[outcome for part in parts for outcome in part.outcomes],
-        transitions=pa.concat_tables([part.transitions for part in parts]),
-        excluded={key: reason for part in parts for key, reason in part.excluded.items()},
-    )
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 3) for name, value in seconds.items()}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentlightning.trainer.calls import Bodies
 from agentlightning.trainer.samples import Call, Sample, SampleSet, Segment, build_samples
 
 VOCABULARY = 31
@@ -45,6 +46,8 @@ def one_call() -> Callable[..., Call]:
     def make(
         prompt: Sequence[int], response: Sequence[int], /, *, seq: int = 0, rollout: str = "r", **fields: Any
     ) -> Call:
+        if fields.keys() & {"request", "response"}:
+            fields["bodies"] = Bodies([fields.pop("request", None)], [fields.pop("response", None)])
         defaults: dict[str, Any] = {
             "call_id": f"{rollout}-c{seq}",
             "group_id": "g",
@@ -94,7 +97,7 @@ def one_sample() -> Callable[..., Sample]:
             token_ids=np.array(tokens, np.int32),
             mask=mask,
             logprobs=np.where(mask, mu, 0).astype(np.float32),
-            versions=np.where(mask, 0, -1).astype(np.int64),
+            versions=np.where(mask, 0, -1).astype(np.int32),
             segments=tuple(segments),
             call_ids=tuple(segment.call_id for segment in segments),
             reason="first",

@@ -165,6 +165,18 @@ def test_branches_and_parallel_calls_repeat_the_prefix_as_context(one_call: OneC
     assert branch.mask.tolist() == [False, False, False, False, True]
 
 
+def test_ends_of_one_length_and_one_tail_are_told_apart_by_what_came_before(one_call: OneCall) -> None:
+    tail = list(range(20, 32))
+    calls = [
+        one_call([1, 5], tail, seq=0),
+        one_call([1, 6], tail, seq=1),
+        one_call([1, 6, *tail, 3], [4], seq=2),
+        one_call([1, 7, *tail, 3], [4], seq=3),
+    ]
+    result = build_samples(calls)
+    assert [s.call_ids for s in result.samples] == [("r-c0",), ("r-c1", "r-c2"), ("r-c3",)]
+
+
 def body(*messages: tuple[str, str]) -> str:
     return json.dumps({"messages": [{"role": role, "content": text} for role, text in messages]})
 

@@ -264,7 +264,7 @@ def _whole(tokens: npt.NDArray[np.int32]) -> Sample:
     mask = np.arange(len(tokens)) > 0
     identity: dict[str, Any] = dict.fromkeys(("run_id", "group_id", "task_id", "split", "policy"))
     return Sample(
-        "", 0, 0, **identity, token_ids=tokens, mask=mask, logprobs=nothing, versions=nothing.astype(np.int64),
+        "", 0, 0, **identity, token_ids=tokens, mask=mask, logprobs=nothing, versions=nothing.astype(np.int32),
         segments=(), call_ids=(), reason="first",
     )  # fmt: skip
 

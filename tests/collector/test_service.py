@@ -232,7 +232,7 @@ def test_follow_gives_sealed_attempts_in_order_and_goes_on_from_a_cursor(collect
         stream.cancel()
         assert [entry.rollout_id for entry in got] == ["r0", "r1", "r2"]
         assert [entry.manifest for entry in got] == sorted({entry.manifest for entry in got})
-        later = stub.Follow(pb.FollowRequest(cursor=got[0].manifest, run_id="run"), timeout=60)
+        later = stub.Follow(pb.FollowRequest(cursor=got[0].cursor, run_id="run"), timeout=60)
         assert [next(later).rollout_id, next(later).rollout_id] == ["r1", "r2"]
         later.cancel()
 

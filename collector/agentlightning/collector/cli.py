@@ -7,15 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from agentlightning.collector import status_cli
+from agentlightning.collector import compact_cli, status_cli
 from agentlightning.collector.access import TOKENS_VARIABLE, Tls, read_tokens
 from agentlightning.collector.collector import Collector, Settings
 from agentlightning.collector.forward import check_target
 from agentlightning.collector.intake import BODY_BYTES, JOURNAL_BYTES
 from agentlightning.collector.journal import Durability
 from agentlightning.collector.logs import FORMATS, setup_logs
+from agentlightning.collector.upkeep import UpkeepSettings
 from agentlightning.proto.errors import ConfigError
 from agentlightning.proto.process import die_with_parent, is_loopback, lock_directory, run_main
+from agentlightning.proto.stores import location
 
 __all__ = ["main"]
 
@@ -33,6 +35,7 @@ example:
   OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 python my_agent.py
   agl collector status
   agl inspect runs/demo/data
+  agl collector compact runs/demo/data
 """
 
 
@@ -41,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["status"]:
         return status_cli.main(words[1:])
+    if words[:1] == ["compact"]:
+        return compact_cli.main(words[1:])
     return run_main(lambda: _main(words))
 
 
@@ -60,7 +65,8 @@ def _main(argv: list[str]) -> int:
     elif arguments.forward_header_file is not None:
         raise ConfigError("--forward-header-file is of no use without --forward.")
     try:
-        arguments.data.mkdir(parents=True, exist_ok=True)
+        if isinstance(arguments.data, Path):
+            arguments.data.mkdir(parents=True, exist_ok=True)
         with lock_directory(arguments.state, "The collector's state"):
             _run(Collector(_settings(arguments), tokens, tls).run())
     except OSError as error:
@@ -101,6 +107,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         body_bytes=arguments.max_body_mib << 20,
         journal_bytes=arguments.journal_limit_mib << 20,
         idle_timeout=arguments.idle_timeout,
+        upkeep=UpkeepSettings.from_arguments(arguments),
         ready_file=arguments.ready_file,
         log_level=arguments.log_level,
         log_format=arguments.log_format,
@@ -118,7 +125,13 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, metavar="DIR", help="the data set; created if absent")
+    add(
+        "--data",
+        type=location,
+        required=True,
+        metavar="PLACE",
+        help="the data set: a folder, created if absent, or an object store (s3://bucket/prefix, gs://, az://)",
+    )
     add("--state", type=Path, required=True, metavar="DIR", help="journal and lock; created if absent")
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--grpc-port", type=_port, default=4317, metavar="PORT", help="default %(default)s; 0: a free one")
@@ -159,6 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="write an attempt as it is when nobody sealed it and nothing came for so long",
     )
+    UpkeepSettings.add_arguments(parser)
     add(
         "--forward",
         metavar="URL",

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,9 @@ from agentlightning.collector.receiver_grpc import GrpcServer, handlers
 from agentlightning.collector.receiver_http import HttpReceiver, listen
 from agentlightning.collector.service import REFRESH_SECONDS, Commits, TransitionService, pending_of
 from agentlightning.collector.supervise import Supervisor
+from agentlightning.collector.upkeep import UpkeepSettings
 from agentlightning.proto.process import stop_event, write_ready
+from agentlightning.proto.stores import Location
 from agentlightning.proto.transitions_pb2_grpc import add_TransitionsServicer_to_server
 
 __all__ = ["Collector", "Settings"]
@@ -43,7 +45,7 @@ _PROBE: Final = b'{"attempts":[]}'
 class Settings:
     """What the command line says."""
 
-    data: Path
+    data: Location
     state: Path
     host: str
     grpc_port: int
@@ -52,6 +54,7 @@ class Settings:
     body_bytes: int
     journal_bytes: int
     idle_timeout: float | None = None
+    upkeep: UpkeepSettings = field(default_factory=UpkeepSettings)
     ready_file: Path | None = None
     log_level: str = "info"
     log_format: LogFormat = "text"
@@ -188,7 +191,7 @@ class Collector:
         arguments = ["--state", str(settings.state)]
         arguments += ["--log-level", settings.log_level, "--log-format", settings.log_format]
         if name == "converter":
-            arguments += ["--data", str(settings.data)]
+            arguments += ["--data", str(settings.data), *settings.upkeep.arguments()]
             if settings.idle_timeout is not None:
                 arguments += ["--idle-timeout", str(settings.idle_timeout)]
         else:

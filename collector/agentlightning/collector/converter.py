@@ -10,11 +10,12 @@ every span to its attempt exactly once, whenever the process was killed.
 
 import argparse
 import logging
+import math
 import re
 import signal
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -23,11 +24,13 @@ import orjson
 
 from agentlightning.collector.assemble import Assembled, assemble
 from agentlightning.collector.logs import FORMATS, setup_logs
-from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, Stopped, decode
+from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, decode
 from agentlightning.collector.records import JournalReader, Kind, Record
 from agentlightning.collector.span import Span
+from agentlightning.collector.spill import Spill
 from agentlightning.collector.supervise import Link
 from agentlightning.collector.tables import CALL_COLUMNS, spans_from_table, tables
+from agentlightning.collector.upkeep import Upkeep, UpkeepSettings
 from agentlightning.proto.dataset import (
     MANIFESTS,
     AttemptEntry,
@@ -36,7 +39,7 @@ from agentlightning.proto.dataset import (
     write_files,
 )
 from agentlightning.proto.process import die_with_parent, lock_directory, run_main
-from agentlightning.proto.schemas import TABLES
+from agentlightning.proto.stores import Location, location
 
 __all__ = ["Converter", "main"]
 
@@ -52,7 +55,7 @@ TRIM_BYTES: Final = 64 << 20
 PROGRESS_SECONDS: Final = 1.0
 TICK_SECONDS: Final = 0.25
 RETRY_SECONDS: Final = 1.0
-_LEFTOVER: Final = re.compile(r"c(\d{8})-[0-9a-f]{16}\.parquet")
+_LEFTOVER: Final = re.compile(r"[a-z]+/c([0-9a-f]{8})-(\d{8})-[0-9a-f]{16}\.parquet")
 _FIDELITY: Final = ("duplicate", "late", "orphan", "unparsed", "dropped_attributes")
 
 
@@ -67,12 +70,12 @@ class _Written:
     """An attempt in the data set."""
 
     generation: int
-    high: int
-    """All of its spans below this position are in it."""
+    high: float
+    """All of its spans below this position are in it; infinite for one that retention has taken away."""
     calls_stored: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Made:
     """An attempt that is about to be written."""
 
@@ -80,6 +83,7 @@ class _Made:
     rows: Assembled
     counters: Counter[str]
     """What it adds to the data set's."""
+    truncated: bool = False
 
 
 class Converter:
@@ -87,29 +91,29 @@ class Converter:
 
     def __init__(
         self,
-        data: Path,
+        data: Location,
         reader: JournalReader,
         link: Receiver,
         *,
         idle_timeout: float = 300.0,
-        stopping: Callable[[], bool] = lambda: False,
+        scratch: Path | None = None,
     ) -> None:
         """Go on where the data set says.
 
         Args:
             idle_timeout: seconds after which an attempt without news is written as it is.
-            stopping: asked where a step may take long; then the step ends with Stopped, nothing half done.
+            scratch: where spans of open attempts go that memory does not hold; default beside the journal.
         """
-        (data / MANIFESTS).mkdir(parents=True, exist_ok=True)
-        self.data = data
+        if isinstance(data, Path):
+            (data / MANIFESTS).mkdir(parents=True, exist_ok=True)
+        self.dataset = Dataset(data)
         self.position = 0
         """How far the journal has been read."""
         self.totals: Counter[str] = Counter()
         """Counters since the process began."""
         self._reader = reader
         self._link = link
-        self._open = OpenAttempts(reader, idle_timeout, stopping)
-        self._dataset = Dataset(data)
+        self._open = OpenAttempts(Spill(scratch or reader.folder), idle_timeout, self._earlier)
         self._written: dict[Key, _Written] = {}
         self._counted = 0
         """Below this position, what was counted is in a manifest."""
@@ -153,25 +157,25 @@ class Converter:
 
     def _recover(self) -> None:
         """Go on where the newest manifest of this journal says."""
-        for manifest in self._dataset.manifests:
-            journal = manifest.journal
-            if manifest.writer == WRITER:
-                self._commit = max(self._commit, int(journal["commit"]))
-            ours = manifest.writer == WRITER and journal["id"] == self._reader.id
-            if ours:
-                self._low, self._counted = int(journal["low"]), int(journal["high"])
-            for entry in manifest.attempts:
-                self._remember(entry, int(journal["high"]) if ours else 0)
+        history = self.dataset.history
+        journal = history.journals.get(self._reader.id)
+        if journal is not None:
+            self._low, self._counted, self._commit = journal["low"], journal["high"], journal["commit"]
+        for entry in history.entries.values():
+            name, high = history.highs.get(entry.since, ("", 0))
+            self._remember(entry, high if name == self._reader.id else 0)
+        for key in history.expired:
+            self._written[key] = _Written(0, math.inf, 0)
         self.position = self._low
-        for table in TABLES:
-            for path in (self.data / table).glob("c*.parquet"):
-                match = _LEFTOVER.fullmatch(path.name)
-                if match and int(match[1]) > self._commit:
-                    path.unlink()  # of a commit that did not come to its manifest
+        store = self.dataset.store
+        for table in ("transitions", "rollouts", "spans"):
+            for listed in store.list(table):
+                match = _LEFTOVER.fullmatch(listed.name)
+                if match and match[1] == self._reader.id[:8] and int(match[2]) > self._commit:
+                    store.delete([listed.name])  # of a commit that did not come to its manifest
 
     def _remember(self, entry: AttemptEntry, high: int) -> None:
-        written = _Written(entry.generation, high, entry.calls_stored)
-        self._written[entry.rollout_id, entry.attempt] = written
+        self._written[entry.key] = _Written(entry.generation, high, entry.calls_stored)
 
     def _read(self) -> None:
         budget = READ_BYTES
@@ -205,7 +209,9 @@ class Converter:
                 counters["unattributed"] += 1
                 continue
             written = self._written.get(span.key)
-            if written is None or record.position >= written.high:
+            if written is not None and written.high == math.inf:
+                counters["expired"] += 1  # retention has taken its attempt away
+            elif written is None or record.position >= written.high:
                 self._open.add(self._attempt(span.key, record), span, record, share)
 
     def _attempt(self, key: Key, record: Record) -> OpenAttempt:
@@ -216,8 +222,7 @@ class Converter:
             if written is not None:
                 attempt.generation = written.generation + 1
                 attempt.stored_earlier = written.calls_stored
-                for span in self._earlier(key):
-                    attempt.note(span)
+                attempt.earlier_noted = False
             self._open.by_key[key] = attempt
         return attempt
 
@@ -233,7 +238,9 @@ class Converter:
             return
         for key, expected in wanted:
             written = self._written.get(key)
-            satisfied = written is not None and (expected is None or written.calls_stored >= expected)
+            satisfied = written is not None and (
+                written.high == math.inf or expected is None or written.calls_stored >= expected
+            )
             if key not in self._open.by_key and satisfied:
                 continue
             attempt = self._attempt(key, record)
@@ -251,13 +258,16 @@ class Converter:
             size += attempt.size
             if size >= COMMIT_BYTES:
                 break
-        loaded = self._open.load([attempt for attempt, _ in batch])
+        late = [attempt.key for attempt, _ in batch if attempt.generation > 0]
+        earlier, rows = (self._earlier(late), self._rollout_rows(late)) if late else ({}, {})
         making: list[_Made] = []
         for attempt, truncated in batch:
-            made = self._assemble(attempt, loaded[attempt.key])
+            key = attempt.key
+            made = self._assemble(attempt, self._open.load(attempt), earlier.get(key, []), rows.get(key, {}))
             if made is None:
                 self._open.close(attempt)
                 continue
+            made.truncated = truncated
             if truncated:
                 made.counters["truncated"] += 1
                 log.warning("Attempt %s/%d was idle for too long; it is written as it is.", *attempt.key)
@@ -265,12 +275,18 @@ class Converter:
         if making:
             self._put(making)
 
-    def _assemble(self, attempt: OpenAttempt, spans: list[Span]) -> _Made | None:
-        """The attempt's rows; None if there is nothing to write."""
+    def _assemble(
+        self, attempt: OpenAttempt, spans: list[Span], earlier: list[Span], row: dict[str, Any]
+    ) -> _Made | None:
+        """The attempt's rows; None if there is nothing to write.
+
+        Args:
+            earlier, row: of a late one's generation before, its spans and its row of rollouts.
+        """
         rollout_id, number = attempt.key
         expected = attempt.seal.calls_expected if attempt.seal is not None else None
         if attempt.generation > 0:
-            return self._next_generation(attempt, spans, expected)
+            return self._next_generation(attempt, spans, expected, earlier, row)
         if not spans and expected:
             log.warning("A seal of %s/%d expected %d calls; none ever came.", rollout_id, number, expected)
             self._counters["seal_abandoned"] += 1
@@ -280,11 +296,17 @@ class Converter:
         counters["calls"] += len(rows.transitions)
         return _Made(attempt, rows, counters)
 
-    def _next_generation(self, attempt: OpenAttempt, news: list[Span], expected: int | None) -> _Made | None:
+    def _next_generation(
+        self,
+        attempt: OpenAttempt,
+        news: list[Span],
+        expected: int | None,
+        earlier: list[Span],
+        row: dict[str, Any],
+    ) -> _Made | None:
         """Late spans and what was there, written again as one."""
         rollout_id, number = attempt.key
-        before = assemble(rollout_id, number, self._earlier(attempt.key))
-        row = self._row(attempt.key)
+        before = assemble(rollout_id, number, earlier)
         merged = assemble(rollout_id, number, [*before.spans, *news])
         late = len(merged.spans) - len(before.spans)
         copies = len(news) - late
@@ -314,13 +336,7 @@ class Converter:
         counters = Counter(self._counters)
         for made in batch:
             counters.update(made.counters)
-        entries = [
-            AttemptEntry(
-                rows.rollout_id, rows.attempt, rows.run_id, rows.calls_stored, made.attempt.generation
-            )
-            for made in batch
-            for rows in (made.rows,)
-        ]
+        entries = [self._entry(made) for made in batch]
         journal = {
             "id": self._reader.id,
             "low": low,
@@ -328,9 +344,12 @@ class Converter:
             "commit": self._commit + 1,
             "counters": {name: count for name, count in sorted(counters.items()) if count},
         }
-        name = f"c{self._commit + 1:08d}-{self.position:016x}"
-        files = write_files(self.data, name, tables([made.rows for made in batch])) if batch else ()
-        manifest = commit_manifest(self.data, WRITER, files, attempts=entries, journal=journal)
+        name = f"c{self._reader.id[:8]}-{self._commit + 1:08d}-{self.position:016x}"
+        store = self.dataset.store
+        files = write_files(store, name, tables([made.rows for made in batch])) if batch else ()
+        manifest = commit_manifest(
+            store, WRITER, files, attempts=entries, journal=journal, after=self.dataset.history.last
+        )
         self._commit, self._low, self._counted = self._commit + 1, low, self.position
         self.totals.update(counters)
         self._counters.clear()
@@ -338,17 +357,37 @@ class Converter:
             self._open.close(made.attempt)
             self._remember(entry, self.position)
         self._link.send({"type": "commit", "manifest": manifest.number})
+        self.dataset.refresh()
 
-    def _earlier(self, key: Key) -> list[Span]:
-        """The spans of an attempt that the data set holds."""
-        self._dataset.refresh()
-        table = self._dataset.table("spans", attempts=[key])
-        calls = self._dataset.table("transitions", attempts=[key], columns=CALL_COLUMNS)
-        return list(spans_from_table(table, calls, Counter()))
+    def _entry(self, made: _Made) -> AttemptEntry:
+        rows = made.rows
+        known = self.dataset.history.entries.get((rows.rollout_id, rows.attempt))
+        generation = made.attempt.generation
+        if known is not None:  # another writer may have been there
+            generation = max(generation, known.generation + 1)
+        return AttemptEntry(
+            rows.rollout_id,
+            rows.attempt,
+            rows.run_id,
+            rows.calls_stored,
+            generation,
+            truncated=made.truncated,
+        )
 
-    def _row(self, key: Key) -> dict[str, Any]:
-        rows = self._dataset.table("rollouts", attempts=[key], columns=[*_FIDELITY, "calls_expected"])
-        return rows.to_pylist()[-1] if len(rows) else {}
+    def _earlier(self, keys: Sequence[Key]) -> dict[Key, list[Span]]:
+        """The spans of some attempts that the data set holds."""
+        self.dataset.refresh()
+        found: dict[Key, list[Span]] = defaultdict(list)
+        table = self.dataset.table("spans", attempts=keys)
+        calls = self.dataset.table("transitions", attempts=keys, columns=CALL_COLUMNS)
+        for span in spans_from_table(table, calls, Counter()):
+            found[span.key].append(span)
+        return found
+
+    def _rollout_rows(self, keys: Iterable[Key]) -> dict[Key, dict[str, Any]]:
+        columns = ["rollout_id", "attempt", *_FIDELITY, "calls_expected"]
+        rows = self.dataset.table("rollouts", attempts=keys, columns=columns).to_pylist()
+        return {(row["rollout_id"], row["attempt"]): row for row in rows}
 
     def _report_pending(self) -> None:
         """Say once what a seal waits for, and again when its numbers change."""
@@ -387,7 +426,7 @@ def _main(argv: list[str] | None) -> int:
         prog="python -m agentlightning.collector.converter",
         description="The collector's second process: journal to data set. `agl collector` starts it.",
     )
-    parser.add_argument("--data", type=Path, required=True, help="the data set's directory")
+    parser.add_argument("--data", type=location, required=True, help="the data set's place")
     parser.add_argument("--state", type=Path, required=True, help="the collector's state, with its journal")
     parser.add_argument("--link-fd", type=int, required=True, help="socket to the receiver")
     parser.add_argument(
@@ -397,6 +436,7 @@ def _main(argv: list[str] | None) -> int:
         metavar="S",
         help="write an attempt after S quiet seconds (default 300)",
     )
+    UpkeepSettings.add_arguments(parser)
     parser.add_argument("--log-level", default="info")
     parser.add_argument("--log-format", default="text", choices=FORMATS)
     arguments = parser.parse_args(argv)
@@ -413,13 +453,14 @@ def _main(argv: list[str] | None) -> int:
             reader,
             link,
             idle_timeout=arguments.idle_timeout,
-            stopping=lambda: bool(stopping),
+            scratch=arguments.state / "converter",
         )
-        _run(converter, link, stopping)
+        upkeep = Upkeep(converter.dataset, UpkeepSettings.from_arguments(arguments))
+        _run(converter, upkeep, link, stopping)
     return 0
 
 
-def _run(converter: Converter, link: Link, stopping: list[int]) -> None:
+def _run(converter: Converter, upkeep: Upkeep, link: Link, stopping: list[int]) -> None:
     tables([assemble("", 0, [])])  # the libraries load parts on first use; no trainer shall wait for that
     link.send(converter.progress())  # ready
     told = time.monotonic()
@@ -429,11 +470,13 @@ def _run(converter: Converter, link: Link, stopping: list[int]) -> None:
         was_busy, failed = busy, False
         try:
             busy = converter.step()
-        except Stopped:
-            return
+            if not busy:
+                upkeep.run_if_due()
         except OSError as error:
             # A full disk: the journal keeps everything meanwhile.
-            log.error("The data set at %s cannot be written: %s. Trying again.", converter.data, error)
+            log.error(
+                "The data set at %s cannot be written: %s. Trying again.", converter.dataset.root, error
+            )
             busy, failed = False, True
             if alive:
                 time.sleep(RETRY_SECONDS)

@@ -1,9 +1,10 @@
 """Attempts that are not in the data set yet: what is known of them, and when they are ready.
 
-The journal has their spans; here stand the positions, and while memory allows the decoded spans. Beyond
-the limit the largest attempts keep their positions alone, and are read again when they are written.
+While memory allows their decoded spans stand here; beyond the limit those of the largest attempts go to
+disk, and an attempt is a list of (segment, offset, length) until it is written.
 """
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,11 +17,14 @@ from agentlightning.collector import assemble
 from agentlightning.collector.calls import is_gateway_call, ledger_key
 from agentlightning.collector.otlp import decode_logs, decode_traces
 from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
-from agentlightning.collector.records import JournalReader, Kind, Record
+from agentlightning.collector.records import Kind, Record
 from agentlightning.collector.span import Span
+from agentlightning.collector.spill import Place, Spill
 from agentlightning.proto.attributes import CALLS_EXPECTED, ROLLOUT_SPAN_NAME
 
-__all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "Stopped", "decode"]
+__all__ = ["Key", "OpenAttempt", "OpenAttempts", "Seal", "decode"]
+
+log = logging.getLogger(__name__)
 
 Key = tuple[str, int]  # rollout id, attempt
 
@@ -32,10 +36,6 @@ LATE_SECONDS: Final = 1.0
 """Late spans of one attempt are collected this long before its next generation is written."""
 ROLLOUT_SPAN_SECONDS: Final = 2.0
 """A seal whose calls are all in waits this long for the gateway's word on how the attempt ended."""
-
-
-class Stopped(Exception):
-    """The process was told to end while it read spans again."""
 
 
 @dataclass(slots=True)
@@ -55,11 +55,13 @@ class OpenAttempt:
     low: int
     """Position of its first record: the journal must be kept from there."""
     generation: int = 0
-    positions: list[int] = field(default_factory=list)
-    spans: list[Span] | None = field(default_factory=list)
-    """None: read again from `positions`."""
+    spans: list[Span] = field(default_factory=list)
+    """Those in memory; before them come those on disk."""
+    places: list[Place] = field(default_factory=list)
+    held: int = 0
+    """Bytes of the spans in memory, about."""
     size: int = 0
-    """Bytes of its spans, about."""
+    """Bytes of all its spans, about."""
     count: int = 0
     """Spans so far."""
     last_seen: float = 0.0
@@ -71,15 +73,16 @@ class OpenAttempt:
     """The attempt is a trace that belongs to no rollout."""
     root: bool = False
     """A span that stands for the whole attempt is in."""
-    known: set[tuple[str, str]] = field(default_factory=set)
-    parents: set[tuple[str, str]] = field(default_factory=set)
-    """Every span and every parent by identity: the attempt may be complete when all parents are known."""
+    missing: tuple[int, bool] = (-1, False)
+    """`count` when parents were last looked for, and whether one was not there."""
     ended: bool = False
     """It has been said how the attempt ended."""
     calls_expected: int | None = None
     """From the gateway's rollout span."""
     stored_earlier: int = 0
     """Calls of the generation before."""
+    earlier_noted: bool = True
+    """What the generation before tells is in `ledger`."""
     stored: tuple[int, int] = (-1, 0)
     """`count` when calls were last counted, and how many there were."""
     reported: tuple[int, int] | None = None
@@ -87,13 +90,11 @@ class OpenAttempt:
 
     def add(self, span: Span, record: Record, share: int) -> None:
         """One more span, of a record."""
-        if not self.positions or self.positions[-1] != record.position:
-            self.positions.append(record.position)
         self.last_seen = max(self.last_seen, record.time_ns / 1e9)
         self.count += 1
         self.size += share
-        if self.spans is not None:
-            self.spans.append(span)
+        self.held += share
+        self.spans.append(span)
         self.note(span)
 
     def note(self, span: Span) -> None:
@@ -105,9 +106,6 @@ class OpenAttempt:
                 self.ledger.add(key)
         if span.signal != "span":
             return
-        self.known.add((span.trace_id, span.span_id))
-        if span.parent_span_id is not None:
-            self.parents.add((span.trace_id, span.parent_span_id))
         if span.name == ROLLOUT_SPAN_NAME:
             self.root = True
             if assemble.is_rollout_span(span):
@@ -122,12 +120,18 @@ class OpenAttempt:
 class OpenAttempts:
     """All of them, within a limit of memory."""
 
-    def __init__(self, reader: JournalReader, idle_timeout: float, stopping: Callable[[], bool]) -> None:
+    def __init__(
+        self, spill: Spill, idle_timeout: float, earlier: Callable[[Sequence[Key]], dict[Key, list[Span]]]
+    ) -> None:
+        """
+        Args:
+            earlier: gives the spans that the data set has of some attempts.
+        """
         self.by_key: dict[Key, OpenAttempt] = {}
-        self._reader = reader
+        self._spill = spill
         self._idle_timeout = idle_timeout
-        self._stopping = stopping
-        self._size = 0  # of those whose spans are kept
+        self._earlier = earlier
+        self._held = 0
         self._began = time.time()
 
     def __len__(self) -> int:
@@ -144,38 +148,31 @@ class OpenAttempts:
     def add(self, attempt: OpenAttempt, span: Span, record: Record, share: int) -> None:
         """Give a span to its attempt."""
         attempt.add(span, record, share)
-        if attempt.spans is not None:
-            self._size += share
-            if self._size > MEMORY_BYTES:
-                self._forget_largest()
+        self._held += share
+        if self._held > MEMORY_BYTES:
+            self._spill_largest()
 
     def close(self, attempt: OpenAttempt) -> None:
         """It is in the data set."""
-        if attempt.spans is not None:
-            self._size -= attempt.size
+        self._held -= attempt.held
+        for place in attempt.places:
+            self._spill.release(place)
         del self.by_key[attempt.key]
 
-    def load(self, attempts: Sequence[OpenAttempt]) -> dict[Key, list[Span]]:
-        """The spans of some attempts; what was forgotten is read again, each record once. Raises Stopped."""
-        loaded = {attempt.key: [] if attempt.spans is None else attempt.spans for attempt in attempts}
-        forgotten = {attempt.key for attempt in attempts if attempt.spans is None}
-        positions = {
-            position for attempt in attempts if attempt.spans is None for position in attempt.positions
-        }
-        for position in sorted(positions):
-            if self._stopping():
-                raise Stopped
-            for span in decode(self._reader.read_at(position), Counter()):  # was counted the first time
-                if span.key in forgotten:
-                    loaded[span.key].append(span)
-        return loaded
+    def load(self, attempt: OpenAttempt) -> list[Span]:
+        """An attempt's spans, in the order in which they came."""
+        return [*(span for place in attempt.places for span in self._spill.read(place)), *attempt.spans]
 
     def stored(self, attempt: OpenAttempt) -> int:
         """Its calls, counted as the gateway's ledger counts them."""
+        if not attempt.earlier_noted:
+            for span in self._earlier([attempt.key]).get(attempt.key, ()):
+                attempt.note(span)
+            attempt.earlier_noted = True
         if attempt.through_gateway:
             return len(attempt.ledger)
         if attempt.stored[0] != attempt.count:
-            stored = attempt.stored_earlier + assemble.calls_stored(self.load([attempt])[attempt.key])
+            stored = attempt.stored_earlier + assemble.calls_stored(self.load(attempt))
             attempt.stored = (attempt.count, stored)
         return attempt.stored[1]
 
@@ -208,15 +205,35 @@ class OpenAttempts:
             return attempt.calls_expected is None or self.stored(attempt) >= attempt.calls_expected
         if attempt.through_gateway and not attempt.is_trace:
             return False  # the gateway will say how it ended
-        return attempt.root and attempt.parents <= attempt.known
+        return attempt.root and not self._misses_parents(attempt)
 
-    def _forget_largest(self) -> None:
-        kept = [attempt for attempt in self if attempt.spans is not None]
-        for attempt in sorted(kept, key=lambda attempt: attempt.size, reverse=True):
-            if self._size <= MEMORY_BYTES // 2:
+    def _misses_parents(self, attempt: OpenAttempt) -> bool:
+        """Whether a span's parent has not come. Asked when all is quiet, so it is looked for only then."""
+        if attempt.missing[0] != attempt.count:
+            known: set[tuple[str, str]] = set()
+            parents: set[tuple[str, str]] = set()
+            for span in self.load(attempt):
+                if span.signal == "span":
+                    known.add((span.trace_id, span.span_id))
+                    if span.parent_span_id is not None:
+                        parents.add((span.trace_id, span.parent_span_id))
+            attempt.missing = (attempt.count, not parents <= known)
+        return attempt.missing[1]
+
+    def _spill_largest(self) -> None:
+        kept = sorted((a for a in self if a.spans), key=lambda attempt: attempt.held, reverse=True)
+        for attempt in kept:
+            if self._held <= MEMORY_BYTES // 2:
                 return
-            self._size -= attempt.size
-            attempt.spans = None
+            try:
+                attempt.places.append(self._spill.write(attempt.spans))
+            except OSError as error:
+                # A full disk: the journal takes nothing more either, so memory does not grow for long.
+                log.warning("Spans of open attempts stay in memory: %s.", error)
+                return
+            self._held -= attempt.held
+            attempt.held = 0
+            attempt.spans = []
 
 
 def decode(record: Record, counters: Counter[str]) -> list[Span]:

@@ -5,6 +5,7 @@ for more of them by a durable record in the journal.
 """
 
 import asyncio
+import bisect
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,9 @@ from agentlightning.collector.receiver_grpc import Context, abort_unavailable, a
 from agentlightning.proto import transitions_pb2 as pb
 from agentlightning.proto.dataset import MANIFESTS, AttemptEntry, Dataset, Manifest
 from agentlightning.proto.errors import DataError
+from agentlightning.proto.manifests import History
 from agentlightning.proto.schemas import TABLES
+from agentlightning.proto.stores import Location
 from agentlightning.proto.transitions_pb2_grpc import TransitionsServicer
 
 __all__ = ["Commits", "Pending", "TransitionService", "batches", "pending_of"]
@@ -50,33 +53,36 @@ class Pending:
 class Commits:
     """The data set as manifests come, for the event loop."""
 
-    def __init__(self, root: Path, journal_id: str) -> None:
-        (root / MANIFESTS).mkdir(parents=True, exist_ok=True)
+    def __init__(self, root: Location, journal_id: str) -> None:
+        if isinstance(root, Path):
+            (root / MANIFESTS).mkdir(parents=True, exist_ok=True)
         self.dataset = Dataset(root)
-        self.low = 0
-        """What the converter still needs of our journal begins here."""
         self.pending: dict[Key, Pending] = {}
         self.closing = False
         self._journal_id = journal_id
         self._changed = asyncio.Event()
         self._error = ""
-        self._take(self.dataset.manifests)
+        self._order: list[tuple[int, int, Key]] = []  # of every generation: manifest, place
+        self._history: History | None = None
+        self._take()
+
+    @property
+    def low(self) -> int:
+        """What the converter still needs of our journal begins here."""
+        return self.dataset.history.journals.get(self._journal_id, {}).get("low", 0)
 
     def refresh(self) -> None:
         """Read the manifests that have come, and wake who waits for them."""
-        manifests = self.dataset.manifests
-        last = manifests[-1].number if manifests else 0
-        if manifests and not (self.dataset.root / MANIFESTS / f"{last + 1:08d}.json").exists():
-            return  # cheaper than listing the folder, once a second and for every commit
+        last = self.dataset.history.last
         try:
             self.dataset.refresh()
             self._error = ""
-        except DataError as error:
+        except (DataError, OSError) as error:
             if self._error != str(error):  # it is tried again every second
                 self._error = str(error)
                 log.error("%s Nothing that was committed after it is seen until it is repaired.", error)
-        if manifests and manifests[-1].number > last:
-            self._take(manifests[_after(manifests, last) :])
+        if self.dataset.history.last > last:
+            self._take(last)
             self._wake()
 
     def close(self) -> None:
@@ -106,24 +112,38 @@ class Commits:
             attempt=entry.attempt,
             calls_stored=entry.calls_stored,
             generation=entry.generation,
-            manifest=self.dataset.manifest_of(entry.rollout_id, entry.attempt) or 0,
+            manifest=entry.since,
             run_id=entry.run_id or "",
+            cursor=_cursor(entry.since, entry.place),
+            truncated=entry.truncated,
         )
 
-    def after(self, cursor: int) -> Iterator[tuple[Manifest, AttemptEntry]]:
-        """Attempts whose newest generation stands in a manifest behind `cursor`, in order."""
-        manifests = self.dataset.manifests
-        for manifest in manifests[_after(manifests, cursor) :]:
-            for entry in manifest.attempts:
-                if self.dataset.manifest_of(entry.rollout_id, entry.attempt) == manifest.number:
-                    yield manifest, entry
+    def after(self, cursor: int) -> Iterator[AttemptEntry]:
+        """Attempts whose newest generation was sealed behind `cursor`, in order; what comes meanwhile too."""
+        since, place = divmod(cursor, _PLACES)
+        order = self._order  # it grows, and is replaced when the history is read anew
+        index = bisect.bisect_left(order, (since, place, ("", -1)))
+        while index < len(order):
+            since, place, key = order[index]
+            entry = self.dataset.attempts.get(key)
+            if entry is not None and (entry.since, entry.place) == (since, place):
+                yield entry
+            index += 1
 
-    def _take(self, manifests: Sequence[Manifest]) -> None:
-        for manifest in manifests:
-            if manifest.journal.get("id") == self._journal_id:
-                self.low = max(self.low, int(manifest.journal["low"]))
-            for entry in manifest.attempts:
-                self.pending.pop((entry.rollout_id, entry.attempt), None)
+    def _take(self, last: int = 0) -> None:
+        """Learn of the manifests behind `last`; of all if the history has been read anew."""
+        history = self.dataset.history
+        if history is not self._history:
+            self._history = history
+            self._order = sorted((entry.since, entry.place, key) for key, entry in history.entries.items())
+            for key in history.entries:
+                self.pending.pop(key, None)
+            return
+        for manifest in history.manifests[_after(history.manifests, last) :]:
+            for place, entry in enumerate(manifest.attempts):
+                self.pending.pop(entry.key, None)
+                if entry.since == 0:  # not merely moved
+                    self._order.append((manifest.number, place, entry.key))
 
     def _wake(self) -> None:
         self._changed.set()
@@ -193,12 +213,14 @@ class TransitionService(TransitionsServicer):
                 f"Table {request.table} has no column {unknown[0]!r}: it has {', '.join(schema.names)}.",
             )
         loop = asyncio.get_running_loop()
-        try:
-            table = await loop.run_in_executor(self._reader, self._read, request)
-        except DataError as error:
-            await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
-        parts = batches(table)
-        while (part := await loop.run_in_executor(self._reader, next, parts, None)) is not None:
+        parts = self._read(request)
+        while True:
+            try:
+                part = await loop.run_in_executor(self._reader, next, parts, None)
+            except DataError as error:
+                await context.abort(grpc.StatusCode.DATA_LOSS, str(error))
+            if part is None:
+                return
             yield pb.ArrowBatch(ipc_stream=part)
 
     async def Follow(self, request: pb.FollowRequest, context: Context) -> AsyncIterator[pb.SealedAttempt]:
@@ -206,11 +228,11 @@ class TransitionService(TransitionsServicer):
         cursor = request.cursor
         run_id = request.run_id if request.HasField("run_id") else None
         while not self._commits.closing:
-            # A list: while one attempt is being sent, new manifests may come.
-            for manifest, entry in list(self._commits.after(cursor)):
-                cursor = manifest.number
+            for entry in self._commits.after(cursor):
+                sealed = self._commits.sealed(entry)
+                cursor = sealed.cursor
                 if run_id is None or entry.run_id == run_id:
-                    yield self._commits.sealed(entry)
+                    yield sealed
             await self._commits.wait(REFRESH_SECONDS)
         await abort_unavailable(context, "The collector is shutting down; follow again from your cursor.")
 
@@ -253,16 +275,24 @@ class TransitionService(TransitionsServicer):
             reason=reason,
         )
 
-    def _read(self, request: pb.FetchRequest) -> pa.Table:
+    def _read(self, request: pb.FetchRequest) -> Iterator[bytes]:
+        """The rows as IPC streams, file by file: memory holds one file, whatever the client takes."""
         if self._readers_dataset is None:
             self._readers_dataset = Dataset(self._commits.dataset.root)
         self._readers_dataset.refresh()
-        return self._readers_dataset.table(
+        pieces = self._readers_dataset.pieces(
             request.table,
             attempts=[(a.rollout_id, a.attempt) for a in request.attempts] or None,
             run_id=request.run_id if request.HasField("run_id") else None,
             columns=list(request.columns) or None,
         )
+        sent = False
+        for piece in pieces:
+            if len(piece):
+                sent = True
+                yield from batches(piece)
+        if not sent:
+            yield from batches(piece)  # the columns at least
 
 
 def batches(table: pa.Table, size: int = BATCH_BYTES) -> Iterator[bytes]:
@@ -277,6 +307,13 @@ def batches(table: pa.Table, size: int = BATCH_BYTES) -> Iterator[bytes]:
             else:
                 writer.write_batch(pa.RecordBatch.from_pylist([], schema=table.schema))
         yield sink.getvalue().to_pybytes()
+
+
+_PLACES: Final = 1 << 32
+
+
+def _cursor(since: int, place: int) -> int:
+    return since * _PLACES + place + 1
 
 
 def _after(manifests: Sequence[Manifest], cursor: int) -> int:

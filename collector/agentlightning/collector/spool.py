@@ -14,7 +14,7 @@ from typing import Any
 from agentlightning.collector.otlp_json import attributes_dump
 from agentlightning.collector.span import Event, Link, Resource, Span
 
-__all__ = ["Key", "Spool"]
+__all__ = ["Key", "Spool", "fields_of", "span_of"]
 
 Key = tuple[str, int]  # rollout id, attempt
 
@@ -92,34 +92,10 @@ class Spool:
         self._sizes[into] += self._sizes.pop(key)
 
     def _fields(self, span: Span) -> tuple[Any, ...]:
-        return (
-            self._resource(span.resource),
-            *(getattr(span, name) for name in _PLAIN),
-            [
-                (event.name, event.time_ns, event.attributes, event.dropped_attributes)
-                for event in span.events
-            ],
-            [
-                (
-                    link.trace_id,
-                    link.span_id,
-                    link.attributes,
-                    link.trace_state,
-                    link.flags,
-                    link.dropped_attributes,
-                )
-                for link in span.links
-            ],
-        )
+        return (self._resource(span.resource), *fields_of(span))
 
     def _span(self, fields: tuple[Any, ...]) -> Span:
-        resource, *plain, events, links = fields
-        return Span(
-            resource=self._resources[resource],
-            events=[Event(*event) for event in events],
-            links=[Link(*link) for link in links],
-            **dict(zip(_PLAIN, plain, strict=True)),
-        )
+        return span_of(self._resources[fields[0]], fields[1:])
 
     def _resource(self, resource: Resource) -> int:
         known = self._by_identity.get(id(resource))
@@ -133,6 +109,36 @@ class Spool:
             self._by_identity.clear()
         self._by_identity[id(resource)] = (resource, index)
         return index
+
+
+def fields_of(span: Span) -> tuple[Any, ...]:
+    """A span without its resource, as values that marshal writes."""
+    return (
+        *(getattr(span, name) for name in _PLAIN),
+        [(event.name, event.time_ns, event.attributes, event.dropped_attributes) for event in span.events],
+        [
+            (
+                link.trace_id,
+                link.span_id,
+                link.attributes,
+                link.trace_state,
+                link.flags,
+                link.dropped_attributes,
+            )
+            for link in span.links
+        ],
+    )
+
+
+def span_of(resource: Resource, fields: tuple[Any, ...]) -> Span:
+    """The reverse."""
+    *plain, events, links = fields
+    return Span(
+        resource=resource,
+        events=[Event(*event) for event in events],
+        links=[Link(*link) for link in links],
+        **dict(zip(_PLAIN, plain, strict=True)),
+    )
 
 
 _PLAIN = tuple(name for name in Span.__dataclass_fields__ if name not in ("resource", "events", "links"))

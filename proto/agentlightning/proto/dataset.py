@@ -1,4 +1,4 @@
-"""The data set on disk: Parquet files that numbered manifests name.
+"""The data set: Parquet files that numbered manifests name, in a folder or an object store.
 
     data/{transitions,rollouts,spans,samples}/NAME.parquet
     data/manifests/00000001.json, 00000002.json, …
@@ -8,133 +8,183 @@ next manifest if it is absent; a crash between the two leaves a file that nobody
 says which attempts its files hold; of an attempt that stands in several, only the newest counts.
 """
 
-import contextlib
+import datetime
 import hashlib
 import io
-import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agentlightning.proto.errors import DataError
-from agentlightning.proto.schemas import SCHEMA_VERSION, TABLES, conform, write_parquet
+from agentlightning.proto.manifests import (
+    CHECKPOINTS,
+    MANIFESTS,
+    AttemptEntry,
+    FileEntry,
+    History,
+    Key,
+    Manifest,
+    commit_manifest,
+    newest_checkpoint,
+    read_checkpoint,
+    read_manifest,
+)
+from agentlightning.proto.schemas import TABLES, conform, parquet_writer
+from agentlightning.proto.stores import Location, Store, open_store
 
 __all__ = [
+    "CHECKPOINTS",
+    "MANIFESTS",
     "AttemptEntry",
     "Dataset",
     "FileEntry",
     "Manifest",
+    "Selection",
     "commit_manifest",
     "describe_file",
+    "is_dataset",
     "open_dataset",
+    "read_rows",
     "write_files",
+    "write_pieces",
 ]
 
-MANIFESTS = "manifests"
+CHECKPOINT_SECONDS: Final = 60.0
+"""A reader looks this often whether it was left behind a checkpoint."""
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    """One Parquet file of a manifest."""
+class Selection:
+    """A part of the data set."""
 
-    table: str
-    path: str
-    """Relative to the data set's root."""
-    rows: int
-    bytes: int
-    sha256: str
+    run: str | None = None
+    split: str | None = None
+    rollouts: Collection[str] | None = None
+    agent: str | None = None
+    """Of transitions only the calls of this agent; of the other tables the attempts that have one."""
+    since: datetime.datetime | None = None
+    """Attempts that began then or later; UTC if it names no zone."""
+    until: datetime.datetime | None = None
+    """Attempts that began before then."""
+    sealed: bool = False
+    """No attempt that was written only because nothing more came."""
 
-
-@dataclass(frozen=True)
-class AttemptEntry:
-    """One attempt whose rows stand in this manifest's files, whole."""
-
-    rollout_id: str
-    attempt: int
-    run_id: str | None
-    calls_stored: int
-    generation: int = 0
-    """0 when first written; a late span makes the next one."""
+    @property
+    def reads_rollouts(self) -> bool:
+        """Whether the manifests alone do not know which attempts are meant."""
+        return self.split is not None or self.since is not None or self.until is not None
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """One commit."""
+def open_dataset(
+    path: Location,
+    *,
+    run: str | None = None,
+    split: str | None = None,
+    rollouts: Collection[str] | None = None,
+    agent: str | None = None,
+    since: datetime.datetime | None = None,
+    until: datetime.datetime | None = None,
+    sealed: bool = False,
+) -> "Dataset":
+    """Open a data set, or a part of it, for reading; see `Selection` for the parts.
 
-    number: int
-    writer: str
-    """`collector`, `convert` or `trainer`."""
-    files: tuple[FileEntry, ...] = ()
-    attempts: tuple[AttemptEntry, ...] = ()
-    journal: Mapping[str, Any] = field(default_factory=dict)
-    """The collector's low-watermark and counters; empty for other writers."""
-    created: float = 0.0
-    schema_version: int = SCHEMA_VERSION
+    Args:
+        path: its folder, the folder of a run, or the URL of an object store.
+
+    Raises:
+        DataError: there is none at `path`.
+    """
+    selection = Selection(run, split, rollouts, agent, since, until, sealed)
+    for place in (path, f"{path}/data"):
+        store = open_store(place)
+        if is_dataset(store):
+            return Dataset(store, selection)
+    raise DataError(f"{path} is not a data set: it has no {MANIFESTS}/ folder.")
 
 
-def open_dataset(path: Path | str) -> "Dataset":
-    """Open a data set for reading. Raises DataError if there is none at `path`."""
-    root = Path(path)
-    if not (root / MANIFESTS).is_dir():
-        nested = root / "data"
-        if (nested / MANIFESTS).is_dir():  # a run's directory was given
-            root = nested
-        else:
-            raise DataError(f"{path} is not a data set: it has no {MANIFESTS}/ folder.")
-    return Dataset(root)
+def is_dataset(store: Store) -> bool:
+    """Whether there is a data set, be it an empty one."""
+    if isinstance(store.location, Path):
+        return (store.location / MANIFESTS).is_dir()
+    return bool(store.list(MANIFESTS) or store.list(CHECKPOINTS))
 
 
 class Dataset:
     """A reader. It sees the commits that were there when it was opened or last refreshed."""
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.manifests: list[Manifest] = []
-        self._newest: dict[tuple[str, int], int] = {}  # attempt → manifest number
-        self._entries: dict[tuple[str, int], AttemptEntry] = {}
+    def __init__(self, root: Location | Store, selection: Selection | None = None) -> None:
+        self.store = open_store(root)
+        self.selection = selection or Selection()
+        self.history = History()
+        self._looked = 0.0
+        self._selected: tuple[int, set[Key]] | None = None
         self.refresh()
 
+    @property
+    def root(self) -> Any:
+        """Where it lies: a Path, or an object store's URL."""
+        return self.store.location
+
     def refresh(self) -> None:
-        """Read the manifests that have been added."""
-        folder = self.root / MANIFESTS
-        if not folder.is_dir():
-            return
-        last = self.manifests[-1].number if self.manifests else 0
-        for path in sorted(folder.glob("[0-9]*.json")):
-            if int(path.stem) > last:
-                manifest = _read_manifest(path)
-                self.manifests.append(manifest)
-                for entry in manifest.attempts:
-                    key = (entry.rollout_id, entry.attempt)
-                    self._newest[key] = manifest.number
-                    self._entries[key] = entry
+        """Read the manifests that have been added. Raises DataError if one is damaged."""
+        while True:
+            number = self.history.last + 1
+            manifest = read_manifest(self.store, number)
+            if manifest is not None:
+                self.history.apply(manifest)
+                continue
+            # Nothing; or it was deleted, because a checkpoint holds it.
+            if time.monotonic() - self._looked < CHECKPOINT_SECONDS and self._looked:
+                return
+            self._looked = time.monotonic()
+            checkpoint = newest_checkpoint(self.store)
+            if checkpoint <= self.history.last:
+                return
+            try:
+                self.history = read_checkpoint(self.store, checkpoint)
+            except FileNotFoundError:  # a newer one has come meanwhile
+                self._looked = 0.0
 
     @property
-    def attempts(self) -> Mapping[tuple[str, int], AttemptEntry]:
-        """Every attempt in the data set, newest generation."""
-        return self._entries
+    def manifests(self) -> Sequence[Manifest]:
+        """The commits, oldest first; behind a checkpoint those alone that something is left of."""
+        return self.history.manifests
+
+    @property
+    def attempts(self) -> Mapping[Key, AttemptEntry]:
+        """Every attempt of the selection, newest generation."""
+        if self.selection == Selection():
+            return self.history.entries
+        return {key: self.history.entries[key] for key in self._keys()}
 
     def manifest_of(self, rollout_id: str, attempt: int) -> int | None:
-        """Number of the manifest that holds the newest generation of an attempt."""
-        return self._newest.get((rollout_id, attempt))
+        """Number of the manifest whose files hold the newest generation of an attempt."""
+        return self.history.home.get((rollout_id, attempt))
 
     def files(self, table: str) -> list[Path]:
-        """The Parquet files of a table that exist for readers, in the order of their commits."""
+        """The Parquet files of a table that exist for readers, in the order of their commits.
+
+        All of them, whatever the selection. Where attempts have several generations, these files hold
+        the older ones too, until compaction. Of an object store see `names`.
+        """
+        return [self.root / name for name in self.names(table)]
+
+    def names(self, table: str) -> list[str]:
+        """The same, relative to the data set's place."""
         _check_table(table)
-        return [self.root / entry.path for m in self.manifests for entry in m.files if entry.table == table]
+        return [entry.path for m in self.manifests for entry in m.files if entry.table == table]
 
     def table(
         self,
         name: str,
         *,
-        attempts: Iterable[tuple[str, int]] | None = None,
+        attempts: Iterable[Key] | None = None,
         run_id: str | None = None,
         columns: Sequence[str] | None = None,
     ) -> pa.Table:
@@ -148,16 +198,37 @@ class Dataset:
         Raises:
             DataError: a named file is missing or damaged, or a name is unknown.
         """
+        return pa.concat_tables([*self.pieces(name, attempts=attempts, run_id=run_id, columns=columns)])
+
+    def pieces(
+        self,
+        name: str,
+        *,
+        attempts: Iterable[Key] | None = None,
+        run_id: str | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[pa.Table]:
+        """The same file by file, so that memory holds one; at least one piece, with the columns."""
         schema = _check_table(name)
         for column in columns or ():
             if column not in schema.names:
                 raise DataError(f"Table {name} has no column {column!r}: it has {', '.join(schema.names)}.")
         wanted = None if attempts is None else set(attempts)
-        numbers = None
+        if self.selection != Selection():
+            wanted = self._keys() if wanted is None else wanted & self._keys()
+        manifests: Iterable[Manifest] = list(self.manifests)
         if wanted is not None and name != "samples":
-            numbers = {self._newest[key] for key in wanted if key in self._newest}
-        manifests = [m for m in self.manifests if numbers is None or m.number in numbers]
-        return self._table(name, manifests, wanted, run_id, columns)
+            homes = {self.history.home[key] for key in wanted if key in self.history.home}
+            manifests = [manifest for manifest in manifests if manifest.number in homes]
+        none = True
+        for manifest in manifests:
+            for entry in manifest.files:
+                if entry.table == name:
+                    none = False
+                    yield self._rows(manifest, entry, wanted, run_id, columns)
+        if none:
+            empty = conform(name, schema.empty_table())
+            yield empty if columns is None else empty.select(list(columns))
 
     def parts(self, tables: Mapping[str, Sequence[str] | None]) -> Iterator[dict[str, pa.Table]]:
         """Some tables commit by commit, newest generations only: of an attempt all rows come together.
@@ -165,122 +236,140 @@ class Dataset:
         Args:
             tables: which columns of each; None for all.
         """
-        for manifest in self.manifests:
+        for manifest in list(self.manifests):
             found = {
-                name: self._table(name, [manifest], None, None, columns) for name, columns in tables.items()
+                name: [
+                    self._rows(manifest, entry, None, None, columns)
+                    for entry in manifest.files
+                    if entry.table == name
+                ]
+                for name, columns in tables.items()
             }
             if any(found.values()):
-                yield found
+                empty = {name: conform(name, TABLES[name].empty_table()) for name in tables}
+                yield {
+                    name: pa.concat_tables(
+                        rows or [empty[name].select(list(tables[name] or empty[name].column_names))]
+                    )
+                    for name, rows in found.items()
+                }
 
     def counters(self) -> dict[str, int]:
         """Fidelity counters over the whole data set, by name."""
-        totals: dict[str, int] = {}
-        for manifest in self.manifests:
-            for name, count in manifest.journal.get("counters", {}).items():
-                totals[name] = totals.get(name, 0) + int(count)
-        return totals
-
-    def _table(
-        self,
-        name: str,
-        manifests: Iterable[Manifest],
-        wanted: set[tuple[str, int]] | None,
-        run_id: str | None,
-        columns: Sequence[str] | None,
-    ) -> pa.Table:
-        parts = [
-            self._rows(manifest, entry, wanted, run_id, columns)
-            for manifest in manifests
-            for entry in manifest.files
-            if entry.table == name
-        ]
-        if not parts:
-            parts = [conform(name, TABLES[name].empty_table())]
-            if columns is not None:
-                parts = [parts[0].select(list(columns))]
-        return pa.concat_tables(parts)
+        return dict(self.history.counters)
 
     def _rows(
         self,
         manifest: Manifest,
         entry: FileEntry,
-        wanted: set[tuple[str, int]] | None,
+        wanted: set[Key] | None,
         run_id: str | None,
         columns: Sequence[str] | None,
     ) -> pa.Table:
-        path = self.root / entry.path
-        try:
-            # The reader's memory map would outlive a file that retention removes.
-            rows = conform(entry.table, pq.read_table(path, memory_map=False))
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{path}, named by manifest {manifest.number}, cannot be read: {error}."
-            ) from None
-        stale = {
-            key
-            for e in manifest.attempts
-            if self._newest[key := (e.rollout_id, e.attempt)] != manifest.number
-        }
-        if wanted is not None or (stale and entry.table != "samples"):
+        stale = self.history.stale(manifest) if entry.table != "samples" else set()
+        agent = self.selection.agent if entry.table == "transitions" else None
+        needed = None
+        if columns is not None:
+            needed = {*columns, "rollout_id", "attempt"} | ({"run_id"} if run_id is not None else set())
+            needed |= {"agent"} if agent is not None else set()
+        rows = read_rows(self.store, manifest, entry, needed)
+        if wanted is not None or stale:
             keys = zip(rows.column("rollout_id").to_pylist(), rows.column("attempt").to_pylist(), strict=True)
             keep = [(wanted is None or key in wanted) and key not in stale for key in keys]
-            rows = rows.filter(pa.array(keep, pa.bool_()))
+            if not all(keep):
+                rows = rows.filter(pa.array(keep, pa.bool_()))
         if run_id is not None and "run_id" in rows.column_names:
             rows = rows.filter(pc.equal(rows.column("run_id"), run_id))
+        if agent is not None:
+            rows = rows.filter(pc.equal(rows.column("agent"), agent))
         return rows if columns is None else rows.select(list(columns))
 
+    def _keys(self) -> set[Key]:
+        """The attempts of the selection."""
+        if self._selected is not None and self._selected[0] == self.history.last:
+            return self._selected[1]
+        chosen = self.selection
+        keys = {
+            key
+            for key, entry in self.history.entries.items()
+            if (chosen.run is None or entry.run_id == chosen.run)
+            and (chosen.rollouts is None or entry.rollout_id in chosen.rollouts)
+            and not (chosen.sealed and entry.truncated)
+        }
+        whole = Dataset.__new__(Dataset)  # the same commits, without the selection
+        whole.store, whole.history, whole.selection = self.store, self.history, Selection()
+        if chosen.reads_rollouts:
+            columns = ["rollout_id", "attempt", "split", "start_time"]
+            rows = whole.table("rollouts", attempts=keys, columns=columns)
+            if chosen.split is not None:
+                rows = rows.filter(pc.equal(rows.column("split"), chosen.split))
+            if chosen.since is not None:
+                rows = rows.filter(pc.greater_equal(rows.column("start_time"), _moment(chosen.since)))
+            if chosen.until is not None:
+                rows = rows.filter(pc.less(rows.column("start_time"), _moment(chosen.until)))
+            keys = _keys_of(rows)
+        if chosen.agent is not None:
+            rows = whole.table("transitions", attempts=keys, columns=["rollout_id", "attempt", "agent"])
+            keys = _keys_of(rows.filter(pc.equal(rows.column("agent"), chosen.agent)))
+        self._selected = (self.history.last, keys)
+        return keys
 
-def write_files(root: Path, name: str, tables: Mapping[str, pa.Table]) -> tuple[FileEntry, ...]:
+
+def read_rows(
+    store: Store, manifest: Manifest, entry: FileEntry, columns: Collection[str] | None
+) -> pa.Table:
+    """A file's rows, in the current schema. Raises DataError if it cannot be read."""
+    try:
+        # A reader's memory map would outlive a file that retention removes.
+        with pq.ParquetFile(store.source(entry.path), memory_map=False) as file:
+            there = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            rows = conform(entry.table, file.read(there))
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(
+            f"{store.location}/{entry.path}, named by manifest {manifest.number}, cannot be read: {error}."
+        ) from None
+    return rows if columns is None else rows.select([name for name in rows.column_names if name in columns])
+
+
+def write_files(root: Location | Store, name: str, tables: Mapping[str, pa.Table]) -> tuple[FileEntry, ...]:
     """Put one Parquet file per table that has rows, named `name`, in place: whole, and on disk.
 
     Writing the same name again replaces the file: names must depend on the content's origin alone.
     """
     entries = []
     for table, rows in tables.items():
-        if len(rows) == 0:
-            continue
-        buffer = io.BytesIO()
-        write_parquet(table, rows, buffer)
-        data = buffer.getvalue()
-        relative = f"{table}/{name}.parquet"
-        _put(root / relative, data)
-        entries.append(FileEntry(table, relative, len(rows), len(data), hashlib.sha256(data).hexdigest()))
+        if len(rows):
+            entries.append(write_pieces(root, name, table, [rows]))
     return tuple(entries)
 
 
-def describe_file(root: Path, table: str, relative: str) -> FileEntry:
+def write_pieces(root: Location | Store, name: str, table: str, pieces: Iterable[pa.Table]) -> FileEntry:
+    """The same for one table, piece by piece: memory holds one, and the compressed file."""
+    buffer = io.BytesIO()
+    count = 0
+    with parquet_writer(table, buffer) as write:
+        for rows in pieces:
+            write(rows)
+            count += len(rows)
+    data = buffer.getvalue()
+    relative = f"{table}/{name}.parquet"
+    open_store(root).put(relative, data)
+    return FileEntry(table, relative, count, len(data), hashlib.sha256(data).hexdigest())
+
+
+def describe_file(root: Location | Store, table: str, relative: str) -> FileEntry:
     """The entry of a file that `write_files` has put in place, read from the file itself.
 
     Raises:
         DataError: the file is damaged.
     """
-    path = root / relative
+    store = open_store(root)
     try:
-        data = path.read_bytes()
+        data = store.get(relative)
         rows = pq.ParquetFile(io.BytesIO(data)).metadata.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise DataError(f"{path} cannot be read: {error}.") from None
+        raise DataError(f"{store.location}/{relative} cannot be read: {error}.") from None
     return FileEntry(table, relative, rows, len(data), hashlib.sha256(data).hexdigest())
-
-
-def commit_manifest(
-    root: Path,
-    writer: str,
-    files: Sequence[FileEntry],
-    *,
-    attempts: Sequence[AttemptEntry] = (),
-    journal: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Add the next manifest: from now on readers see `files`. Safe beside other writers."""
-    folder = root / MANIFESTS
-    folder.mkdir(parents=True, exist_ok=True)
-    numbers = [int(path.stem) for path in folder.glob("[0-9]*.json")]
-    number = max(numbers, default=0) + 1
-    while True:
-        manifest = Manifest(number, writer, tuple(files), tuple(attempts), dict(journal or {}), time.time())
-        if _put_if_absent(folder / f"{number:08d}.json", _dump(manifest)):
-            return manifest
-        number += 1
 
 
 def _check_table(name: str) -> pa.Schema:
@@ -289,71 +378,11 @@ def _check_table(name: str) -> pa.Schema:
     return TABLES[name]
 
 
-def _dump(manifest: Manifest) -> bytes:
-    document = {
-        "number": manifest.number,
-        "schema_version": manifest.schema_version,
-        "writer": manifest.writer,
-        "created": manifest.created,
-        "files": [vars(entry) for entry in manifest.files],
-        "attempts": [vars(entry) for entry in manifest.attempts],
-        "journal": dict(manifest.journal),
-    }
-    return json.dumps(document, separators=(",", ":")).encode() + b"\n"
+def _keys_of(rows: pa.Table) -> set[Key]:
+    return set(zip(rows.column("rollout_id").to_pylist(), rows.column("attempt").to_pylist(), strict=True))
 
 
-def _read_manifest(path: Path) -> Manifest:
-    try:
-        document = json.loads(path.read_bytes())
-        if document["schema_version"] > SCHEMA_VERSION:
-            raise DataError(
-                f"{path} was written by a newer agentlightning (schema {document['schema_version']}): upgrade."
-            )
-        return Manifest(
-            number=document["number"],
-            writer=document["writer"],
-            files=tuple(FileEntry(**entry) for entry in document["files"]),
-            attempts=tuple(AttemptEntry(**entry) for entry in document["attempts"]),
-            journal=document["journal"],
-            created=document["created"],
-            schema_version=document["schema_version"],
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"The manifest {path} is damaged: {error}.") from None
-
-
-def _put(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _write_synced(temporary, data)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)
-
-
-def _put_if_absent(path: Path, data: bytes) -> bool:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    _write_synced(temporary, data)
-    try:
-        os.link(temporary, path)  # atomic, and fails if the name is taken
-    except FileExistsError:
-        return False
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-    _sync_folder(path.parent)
-    return True
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _moment(moment: datetime.datetime) -> pa.Scalar:
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return pa.scalar(moment, pa.timestamp("us", tz="UTC"))

@@ -4,6 +4,8 @@ The schema's version is in the file metadata. A reader accepts every older versi
 never re-used.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Final
 
@@ -18,6 +20,7 @@ __all__ = [
     "TABLES",
     "TRANSITIONS",
     "conform",
+    "parquet_writer",
     "write_parquet",
 ]
 
@@ -158,19 +161,30 @@ _UNIQUE_TEXTS: Final = {"call_id", "span_id", "request", "response", "attributes
 
 def write_parquet(table: str, rows: pa.Table, path: str | Path | IO[bytes]) -> None:
     """Write rows of one of TABLES to `path` (a path or a file object), with the schema's version."""
+    with parquet_writer(table, path) as write:
+        write(rows)
+
+
+@contextlib.contextmanager
+def parquet_writer(table: str, path: str | Path | IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
+    """The same piece by piece: each call of what is given is a row group."""
     schema = TABLES[table]
     split = [f"{name}.list.element" for name in _NUMERIC_LISTS[table]]
-    metadata = {**(rows.schema.metadata or {}), VERSION_KEY: str(SCHEMA_VERSION).encode()}
     apart = {*split, *_UNIQUE_TEXTS}
-    pq.write_table(
-        (rows if rows.schema.equals(schema) else rows.cast(schema)).replace_schema_metadata(metadata),
+    with pq.ParquetWriter(
         path,
+        schema.with_metadata({VERSION_KEY: str(SCHEMA_VERSION).encode()}),
         compression="zstd",
         compression_level=1,
         use_dictionary=[name for name in _leaf_names(schema) if name not in apart],
         column_encoding=dict.fromkeys(split, "BYTE_STREAM_SPLIT") or None,
         write_page_checksum=True,
-    )
+    ) as writer:
+
+        def write(rows: pa.Table) -> None:
+            writer.write_table(rows if rows.schema.equals(schema) else rows.cast(schema))
+
+        yield write
 
 
 def conform(table: str, rows: pa.Table) -> pa.Table:

@@ -32,20 +32,24 @@ class SealResponse(_message.Message):
     def __init__(self, sealed: _Optional[_Iterable[_Union[SealedAttempt, _Mapping]]] = ..., incomplete: _Optional[_Iterable[_Union[IncompleteAttempt, _Mapping]]] = ...) -> None: ...
 
 class SealedAttempt(_message.Message):
-    __slots__ = ("rollout_id", "attempt", "calls_stored", "generation", "manifest", "run_id")
+    __slots__ = ("rollout_id", "attempt", "calls_stored", "generation", "manifest", "run_id", "cursor", "truncated")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CALLS_STORED_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     attempt: int
     calls_stored: int
     generation: int
     manifest: int
     run_id: str
-    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., calls_stored: _Optional[int] = ..., generation: _Optional[int] = ..., manifest: _Optional[int] = ..., run_id: _Optional[str] = ...) -> None: ...
+    cursor: int
+    truncated: bool
+    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., calls_stored: _Optional[int] = ..., generation: _Optional[int] = ..., manifest: _Optional[int] = ..., run_id: _Optional[str] = ..., cursor: _Optional[int] = ..., truncated: bool = ...) -> None: ...
 
 class IncompleteAttempt(_message.Message):
     __slots__ = ("rollout_id", "attempt", "calls_expected", "calls_stored", "reason")

@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ class Peer:
 
     requirements: Sequence[str]
     python: str | None = None
+    beside: bool = False
+    """Whether it sees what that Python has installed: torch, which would be gigabytes again."""
 
 
 PEERS = {
@@ -31,6 +34,7 @@ PEERS = {
     "agentlightning-1.0": Peer(["agentlightning==1.0.2"], python="3.12"),
     "litellm": Peer(["litellm[proxy]==1.108.7"]),
     "mlflow": Peer(["mlflow==3.17.2"]),
+    "trl": Peer(["trl==1.16.0", "datasets==5.2.0"], beside=True),
     "phoenix": Peer(["arize-phoenix==20.26.1"]),
 }
 
@@ -54,6 +58,9 @@ def environment(name: str) -> Path | None:
         f"peer {name}: installing {', '.join(peer.requirements)} into {folder}", file=sys.stderr, flush=True
     )
     subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
+    if peer.beside:
+        site = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
+        (Path(site) / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", *peer.requirements]
     if (failed := subprocess.run(pip, check=False).returncode) != 0:
         print(f"peer {name}: left out, pip ended with {failed}", file=sys.stderr)

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("collector", "convert", "gateway", "sdk", "controller", "engine", "training")
+NAMES = ("collector", "convert", "gateway", "sdk", "controller", "engine", "samples", "packing", "training")
 
 
 def main() -> int:

@@ -12,8 +12,9 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from agentlightning.collector.inspect_tokens import find_tokenizer, newest_attempt, token_document, token_text
 from agentlightning.proto.dataset import Dataset, open_dataset
-from agentlightning.proto.errors import DataError, nearest
+from agentlightning.proto.errors import ConfigError, DataError, nearest
 from agentlightning.proto.process import run_main
 
 __all__ = ["main", "rollout", "summary"]
@@ -21,12 +22,15 @@ __all__ = ["main", "rollout", "summary"]
 DESCRIPTION = """\
 Show a data set: rollouts by outcome, calls, tokens, rewards, weight versions, and every fidelity counter.
 With --rollout, show one rollout call by call: who called, what the model saw, what it said, its tokens
-and log-probabilities, and the rewards.
+and log-probabilities, and the rewards. With --tokens too, token by token, as the trainer used it: text,
+what was trained, log-probabilities of sampler and trainer, advantage, weight version, and why each chain
+of calls began.
 """
 EXAMPLE = """\
 example:
   agl inspect runs/demo/data
   agl inspect runs/demo --rollout ro-3f9c2a8e51d04b77
+  agl inspect runs/demo --rollout ro-3f9c2a8e51d04b77 --tokens
   agl inspect runs/demo --json | jq .counters
 """
 _QUANTILES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -104,7 +108,7 @@ def rollout(dataset: Dataset, rollout_id: str, attempt: int | None = None) -> di
     attempts = sorted(number for name, number in dataset.attempts if name == rollout_id)
     if not attempts:
         known = {name for name, _ in dataset.attempts}
-        hint = nearest(rollout_id, known) if len(known) <= 20 else " Run `agl inspect DATA --list` for all."
+        hint = nearest(rollout_id, known) if 0 < len(known) <= 20 else " Run `agl inspect DATA --list` for all."
         raise DataError(f"{dataset.root} has no rollout {rollout_id!r}.{hint}")
     if attempt is None:
         attempt = attempts[-1]
@@ -146,13 +150,31 @@ def _main(argv: list[str] | None) -> int:
     parser.add_argument(
         "--attempt", type=int, metavar="N", help="with --rollout: this attempt, not the newest"
     )
+    parser.add_argument("--tokens", action="store_true", help="with --rollout: token by token")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="with --tokens: a tokenizer.json or its folder (default: the run's own, if it is there)",
+    )
     parser.add_argument("--run", metavar="ID", help="only this run")
     parser.add_argument("--list", action="store_true", help="list the rollouts, one per line")
     parser.add_argument("--full", action="store_true", help="show whole messages, however long")
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     dataset = open_dataset(arguments.data)
-    if arguments.rollout is not None:
+    if arguments.tokens or arguments.tokenizer:
+        if arguments.rollout is None or not arguments.tokens:
+            raise ConfigError("--tokens needs --rollout ID, and --tokenizer needs --tokens.")
+        decode = find_tokenizer(dataset, arguments.tokenizer)
+        attempt = arguments.attempt
+        if attempt is None:
+            attempt = newest_attempt(dataset, arguments.rollout)
+        if attempt is None or (samples := token_document(dataset, arguments.rollout, attempt, decode)) == []:
+            rollout(dataset, arguments.rollout, attempt)  # says what is not there
+            samples = []
+        print(_dump(samples) if arguments.json else token_text(samples, full=arguments.full))
+    elif arguments.rollout is not None:
         shown = rollout(dataset, arguments.rollout, arguments.attempt)
         print(_dump(shown) if arguments.json else _rollout_text(shown, full=arguments.full))
     elif arguments.list:

@@ -315,6 +315,22 @@ class CheckpointConfig(Section):
     """The newest so many stay on disk."""
 
 
+class TelemetryConfig(Section):
+    tensorboard: bool = False
+    """Also write TensorBoard events to `RUN/tensorboard`; needs `agentlightning[tensorboard]`."""
+    wandb: str | None = None
+    """Also log to this project of Weights & Biases; needs `wandb`, whose own variables say where (WANDB_MODE=offline keeps all here)."""
+    mlflow: str | None = None
+    """Also log to the MLflow server or folder at this address; needs `mlflow-skinny`."""
+    otlp: str | None = None
+    """Also send the trainer's steps as spans and metrics to this OTLP/HTTP endpoint, such as `http://localhost:4318`."""
+
+
+class ReportConfig(Section):
+    rollouts: int = Field(default=8, ge=0)
+    """How many rollouts `report.html` shows token by token: best, worst, failed, with broken chains, at random."""
+
+
 class OfflineConfig(Section):
     method: Literal["policy-gradient", "sft", "rft"] = "policy-gradient"
     """With --offline: `policy-gradient` learns from rewards, token ids and log-probabilities, as online; `sft` imitates every answer; `rft` imitates those of good rollouts only (rejection sampling). The latter two work on text too."""
@@ -362,6 +378,8 @@ class TrainConfig(Section):
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     offline: OfflineConfig = OfflineConfig()
+    telemetry: TelemetryConfig = TelemetryConfig()
+    report: ReportConfig = ReportConfig()
 
     @model_validator(mode="after")
     def _exact_sampling(self) -> Self:

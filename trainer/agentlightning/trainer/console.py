@@ -13,6 +13,9 @@ __all__ = ["Console"]
 BAR = 20
 """Characters that stand for a reward of 1."""
 
+SHOWN_PHASES = {"rollouts": "sample", "read": "read", "update": "update", "publish": "publish"}
+"""Of a step's seconds, and how they are called."""
+
 
 class Console:
     """Prints progress. Use as a context manager, so that the bars are cleared at the end."""
@@ -60,18 +63,30 @@ class Console:
         if self._rollouts is not None:
             self._progress.advance(self._rollouts)
 
+    def event(self, event: dict[str, Any]) -> None:
+        """Listens to a run's metrics: steps and alarms are printed as they come."""
+        if event["event"] == "step":
+            self.step(event)
+        elif event["event"] == "alarm":
+            self.say(f"ALARM  {event['text']}")
+
     def step(self, record: dict[str, Any]) -> None:
         if self._steps is not None:
             self._progress.update(self._steps, completed=record["step"])
-        seconds, groups = record["seconds"], record["groups"]
-        reward = record["reward"]
+        groups, update, reward = record["groups"], record["update"], record["reward"]
         lost = sum(record["counters"].values())
-        self.say(
-            f"step {record['step']:>3}/{self._total}  reward {_number(reward)} {_bar(reward)} "
-            f"{record['rollouts']} rollouts, {groups['informative']}/{groups['sampled']} groups with signal  "
-            f"sample {seconds['rollouts']:.1f} s, update {seconds['update']:.1f} s, "
-            f"publish {seconds['publish']:.1f} s" + (f"  ({lost} counted, see the report)" if lost else "")
-        )
+        parts = [
+            f"step {record['step']:>3}/{self._total}",
+            f"reward {_number(reward)} {_bar(reward)}",
+            f"{record['rollouts']} rollouts, {groups['informative']}/{groups['sampled']} groups with signal",
+            f"loss {update['loss']:.3f}, entropy {update['entropy']:.2f}",
+            ", ".join(
+                f"{word} {record['seconds'][name]:.1f} s"
+                for name, word in SHOWN_PHASES.items()
+                if name in record["seconds"]
+            ),
+        ]
+        self.say("  ".join(parts) + (f"  ({lost} counted, see the report)" if lost else ""))
 
     def evaluation(self, record: dict[str, Any]) -> None:
         when = "before training" if record["step"] == 0 else f"after step {record['step']}"

@@ -1,14 +1,16 @@
 """A run's measurements: one JSON object per line, in `metrics.jsonl`.
 
-Events: `start`, `evaluate`, `step`, `end`. On resume, events of steps that the checkpoint does not hold
-are removed: those steps are done again.
+Events: `evaluate`, `step`, `alarm`, `end`. On resume, events of steps that the checkpoint does not hold
+are removed: those steps are done again. A step may raise alarms: each once in a run.
 """
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from agentlightning.trainer.alarms import new_alarms
 
 __all__ = ["Metrics"]
 
@@ -19,6 +21,11 @@ class Metrics:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.events: list[dict[str, Any]] = list(_read(path))
+        self._listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """Call it with every event from now on."""
+        self._listeners.append(listener)
 
     def rewind(self, step: int) -> None:
         """Forget what happened after `step` updates."""
@@ -34,6 +41,11 @@ class Metrics:
         self.events.append(record)
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
+        for listener in self._listeners:
+            listener(record)
+        if event == "step":
+            for name, text in new_alarms(self.events).items():
+                self.add("alarm", step=values["step"], alarm=name, text=text)
         return record
 
     def of(self, event: str) -> list[dict[str, Any]]:

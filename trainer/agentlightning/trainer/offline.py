@@ -18,24 +18,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentlightning.proto.dataset import Dataset, open_dataset
+from agentlightning.proto.dataset import Dataset, commit_manifest, open_dataset, write_files
 from agentlightning.proto.errors import DataError
 from agentlightning.trainer import checkpoint
 from agentlightning.trainer.advantage import BASELINED
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.console import Console
 from agentlightning.trainer.conversation import COLUMNS
+from agentlightning.trainer.figures import observe, step_figures
 from agentlightning.trainer.launch import Layout
-from agentlightning.trainer.learner import Learner, LearnerSettings
+from agentlightning.trainer.learner import Learner, LearnerSettings, UpdateResult
 from agentlightning.trainer.loop import build_learner
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import is_our_template, load_model, load_tokenizer
 from agentlightning.trainer.objective import LossSettings
 from agentlightning.trainer.recipe import learner_settings, score_transitions
 from agentlightning.trainer.recorded import Entry, Index, Selection, batches, read_index, recorded_steps
+from agentlightning.trainer.report import write_report
 from agentlightning.trainer.rollouts import Collected
 from agentlightning.trainer.run import open_run
-from agentlightning.trainer.samples import Sample, build_samples, read_calls
+from agentlightning.trainer.samples import Sample, build_samples, read_calls, samples_table
+from agentlightning.trainer.sinks import open_sinks
 from agentlightning.trainer.transcript import Transcriber
 
 __all__ = ["Prepared", "imitation_settings", "prepare_imitation", "prepare_policy_gradient", "train_offline"]
@@ -60,6 +63,8 @@ class Prepared:
     tokens_left_out: Counter[str]
     sources: Counter[str]
     """How many calls were learnt from their `ids` on record, and from `text`."""
+    figures: dict[str, Any]
+    """Of `step_figures`."""
 
     @property
     def trained(self) -> int:
@@ -87,7 +92,11 @@ def train_offline(
     steps = min(config.train.steps, sum(1 for _ in plan()))
     _refuse_unusable(config, plan(), prepare)
     layout = Layout(config.directory)
-    with open_run(config, layout.root, resume=resume), Console() as console:
+    with (
+        open_run(config, layout.root, resume=resume),
+        open_sinks(config, layout.root) as sinks,
+        Console() as console,
+    ):
         left = ", ".join(f"{count} {reason}" for reason, count in index.left_out.items())
         console.say(
             f"{config.offline.method}: {len(index.entries)} rollouts in {len(index.groups)} groups, {steps} steps"
@@ -100,51 +109,88 @@ def train_offline(
         if newest is not None:
             checkpoint.load(newest, learner, config_digest=digest)
         metrics.rewind(learner.step)
+        for listener in (*sinks, console.event):
+            metrics.listen(listener)
         console.begin(steps, done=learner.step)
-        for entries in islice(plan(), learner.step, steps):
-            began = time.monotonic()
-            prepared = prepare(entries)
-            ready = time.monotonic()
-            step = learner.step + 1
-            result = learner.update(prepared.samples, prepared.advantages)
-            learner.step = step  # a batch without gradient is a step all the same
-            updated = time.monotonic()
-            if step % config.checkpoint.every == 0 or step == steps:
-                cursor = {"batches": step}
-                checkpoint.save(
-                    layout.checkpoints,
-                    learner,
-                    cursor=cursor,
-                    config_digest=digest,
-                    keep=config.checkpoint.keep,
-                )
-            rewards = [entry.reward for entry in entries if entry.reward is not None]
-            record = metrics.add(
-                "step",
-                step=step,
-                version=learner.version,
-                reward=sum(rewards) / len(rewards) if rewards else None,
-                rollouts=len(entries),
-                groups={"sampled": prepared.groups, "informative": prepared.informative},
-                seconds={
-                    "rollouts": 0.0,
-                    "read": round(ready - began, 3),
-                    "update": round(updated - ready, 3),
-                    "publish": 0.0,
-                    "checkpoint": round(time.monotonic() - updated, 3),
-                    "total": round(time.monotonic() - began, 3),
-                },
-                update=result.metrics,
-                breaks=dict(prepared.breaks),
-                tokens={"trained": prepared.trained, "left_out": dict(prepared.tokens_left_out)},
-                calls=dict(prepared.sources),
-                counters=dict(prepared.counters),
-            )
-            console.step(record)
-        learner.save_pretrained(layout.final, load_tokenizer(config.policy.model))
-        metrics.add("end", step=learner.step, gateway={}, collector={})
-        console.say(f"The trained model is in {layout.final} (transformers loads it).")
+        try:
+            for entries in islice(plan(), learner.step, steps):
+                _step(config, layout, learner, metrics, prepare, entries, digest=digest, last=steps)
+            learner.save_pretrained(layout.final, load_tokenizer(config.policy.model))
+            metrics.add("end", step=learner.step, gateway={}, collector={})
+        finally:
+            write_report(config, layout, metrics, data=dataset.root)
+        console.say(f"  report  {layout.report}")
+        console.say(f"  model   {layout.final} (transformers loads it)")
     return 0
+
+
+def _step(
+    config: TrainConfig,
+    layout: Layout,
+    learner: Learner,
+    metrics: Metrics,
+    prepare: Prepare,
+    entries: Sequence[Entry],
+    *,
+    digest: str,
+    last: int,
+) -> None:
+    """One batch: read, learn, write down."""
+    began = time.monotonic()
+    prepared = prepare(entries)
+    ready = time.monotonic()
+    step = learner.step + 1
+    result = learner.update(prepared.samples, prepared.advantages)
+    learner.step = step  # a batch without gradient is a step all the same
+    updated = time.monotonic()
+    rewards = {entry.rollout_id: entry.reward for entry in entries if entry.reward is not None}
+    _record_samples(layout.data, step, prepared, result, rewards)
+    if step % config.checkpoint.every == 0 or step == last:
+        checkpoint.save(
+            layout.checkpoints,
+            learner,
+            cursor={"batches": step},
+            config_digest=digest,
+            keep=config.checkpoint.keep,
+        )
+    metrics.add(
+        "step",
+        step=step,
+        version=learner.version,
+        reward=sum(rewards.values()) / len(rewards) if rewards else None,
+        rollouts=len(entries),
+        groups={"sampled": prepared.groups, "informative": prepared.informative},
+        seconds={
+            "read": round(ready - began, 3),
+            "update": round(updated - ready, 3),
+            "checkpoint": round(time.monotonic() - updated, 3),
+            "total": round(time.monotonic() - began, 3),
+        },
+        update=result.metrics,
+        breaks=dict(prepared.breaks),
+        tokens={"trained": prepared.trained, "left_out": dict(prepared.tokens_left_out)},
+        calls=dict(prepared.sources),
+        counters=dict(prepared.counters),
+        **prepared.figures,
+    )
+
+
+def _record_samples(
+    root: Path, step: int, prepared: Prepared, result: UpdateResult, rewards: dict[str, float]
+) -> None:
+    """The samples table of this run's own data set; once, also when a step is done again."""
+    table = samples_table(
+        prepared.samples,
+        step=step,
+        advantages=result.advantages,
+        logprobs_new=result.logprobs,
+        rewards=rewards,
+    )
+    files = write_files(root, f"step-{step:06d}", {"samples": table})
+    known = {path.relative_to(root).as_posix() for path in Dataset(root).files("samples")}
+    new = [file for file in files if file.path not in known]
+    if new:
+        commit_manifest(root, "trainer", new)
 
 
 def prepare_policy_gradient(config: TrainConfig, dataset: Dataset, entries: Sequence[Entry]) -> Prepared:
@@ -163,6 +209,7 @@ def prepare_policy_gradient(config: TrainConfig, dataset: Dataset, entries: Sequ
         breaks=samples.breaks,
         tokens_left_out=scored.tokens_left_out,
         sources=Counter(ids=sum(len(sample.segments) for sample in scored.samples)),
+        figures=step_figures(observe(transitions, outcomes)),
     )
 
 
@@ -186,6 +233,7 @@ def prepare_imitation(
         breaks=merged.breaks,
         tokens_left_out=merged.tokens_left_out,
         sources=sources,
+        figures=step_figures(observe(transitions, [entry.outcome for entry in entries])),
     )
 
 

@@ -4,7 +4,6 @@ Drawn from `metrics.jsonl` and the data set alone, so it can be written again at
 run that was interrupted.
 """
 
-import json
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,47 @@ from typing import Any
 import jinja2
 
 from agentlightning.proto.dataset import Dataset
+from agentlightning.trainer.comparison import compare_evaluations
 from agentlightning.trainer.config import TrainConfig
+from agentlightning.trainer.conversation import COLUMNS, Message, exchanges, text_of
 from agentlightning.trainer.launch import Layout
 from agentlightning.trainer.metrics import Metrics
+from agentlightning.trainer.model import load_tokenizer
+from agentlightning.trainer.showcase import Shown, showcase
+from agentlightning.trainer.telemetry import PHASES
 
 __all__ = ["write_report"]
 
+ROWS = 120
+"""Steps in tables; of more, evenly spaced ones and the last."""
+POINTS = 400
+"""Steps in charts."""
 SHOWN = 3
 """Trajectories before and after."""
-PHASES = ("rollouts", "read", "merge", "update", "checkpoint", "publish")
+
+SIGNALS = (
+    ("entropy", ("update", "entropy"), "nats a sampled token; near 0 the policy explores no more"),
+    (
+        "KL to the sampler",
+        ("update", "kl_sampler"),
+        "how far trainer and sampler are apart, old data included",
+    ),
+    ("mean |log w|", ("update", "sampler_gap_mean"), "of trainer against sampler, per token"),
+    (
+        "effective sample size",
+        ("update", "sampler_ess"),
+        "share of the tokens that count, given their weights",
+    ),
+    ("clip fraction", ("update", "clip_fraction"), "tokens whose gradient the clip stopped"),
+    ("gradient norm", ("update", "grad_norm"), "before it was scaled down"),
+    ("staleness", ("staleness", "mean"), "mean age of the trained tokens, in weight versions"),
+    ("tokens per rollout", ("behaviour", "length"), "sampled, in all calls"),
+    ("tool calls per rollout", ("behaviour", "tool_calls"), ""),
+    ("reward by length", ("behaviour", "reward_by_length"), "correlation within groups"),
+    ("repeated answers", ("behaviour", "same_answer"), "share whose answer another task's rollout gave too"),
+    ("truncated", ("behaviour", "truncated"), "share of rollouts with an answer cut short"),
+)
+"""Small charts: title, where the value is in a step's record, and what it means."""
 
 EXPLAINED = {
     "duplicate": "spans that arrived more than once; kept once",
@@ -57,11 +88,22 @@ class Trajectory:
 
 
 def write_report(
-    config: TrainConfig, layout: Layout, metrics: Metrics, *, restarts: Mapping[str, int]
+    config: TrainConfig,
+    layout: Layout,
+    metrics: Metrics,
+    *,
+    restarts: Mapping[str, int] | None = None,
+    data: Path | None = None,
 ) -> Path:
-    """Write the page, whole or not at all, and return its path."""
+    """Write the page, whole or not at all, and return its path.
+
+    Args:
+        restarts: how often each component was started again.
+        data: the data set that was trained on, if it is not the run's own.
+    """
     steps, evaluations = metrics.of("step"), metrics.of("evaluate")
     ends = metrics.of("end")
+    own, shown_steps = layout.data, _thinned(steps, ROWS)
     page = (
         _environment()
         .get_template("report.html.jinja")
@@ -71,13 +113,21 @@ def write_report(
             agent=config.agent.target,
             finished=bool(ends),
             steps=steps,
+            shown_steps=shown_steps,
             evaluations=evaluations,
-            curve=_curve(steps, evaluations),
-            phases=_phases(steps),
+            offline=None if data is None else str(data),
+            method=config.offline.method if data is not None else None,
+            alarms=metrics.of("alarm"),
+            gain=compare_evaluations(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None,
+            signals=_signals(_thinned(steps, POINTS)),
+            agents=_agents(steps),
+            shown=_shown(config, data or own, own),
+            curve=_curve(_thinned(steps, POINTS), evaluations),
+            phases=_phases(shown_steps),
             phase_names=PHASES,
-            counters=_counters(steps, evaluations, ends, restarts),
+            counters=_counters(steps, evaluations, ends, restarts or {}),
             tokens=_tokens(steps),
-            pairs=_pairs(layout.data, evaluations),
+            pairs=_pairs(own, evaluations),
             configuration=(layout.root / "config.yaml").read_text(),
         )
     )
@@ -85,6 +135,11 @@ def write_report(
     temporary.write_text(page)
     os.replace(temporary, layout.report)
     return layout.report
+
+
+def _thinned(steps: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    every = -(-len(steps) // most)
+    return list(steps[-1::-every][::-1]) if steps else []
 
 
 def _environment() -> jinja2.Environment:
@@ -103,6 +158,7 @@ def _curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]
     last = max([record["step"] for record in [*steps, *evaluations]], default=1) or 1
     values = [record["reward"] for record in steps if record["reward"] is not None]
     values += [record[key] for record in evaluations for key in ("low", "high")]
+    values += [bound for record in steps for bound in record.get("reward_interval", ())]
     low, high = min([0.0, *values]), max([1.0, *values])
 
     def x(step: float) -> float:
@@ -112,7 +168,11 @@ def _curve(steps: Sequence[dict[str, Any]], evaluations: Sequence[dict[str, Any]
         return round(bottom - (bottom - top) * (value - low) / (high - low), 1)
 
     ticks = [low + (high - low) * part / 4 for part in range(5)]
+    bounded = [record for record in steps if "reward_interval" in record]
+    upper = [f"{x(r['step'])},{y(r['reward_interval'][1])}" for r in bounded]
+    lower = [f"{x(r['step'])},{y(r['reward_interval'][0])}" for r in reversed(bounded)]
     return {
+        "band": " ".join(upper + lower),
         "train": [
             {"x": x(r["step"]), "y": y(r["reward"]), "step": r["step"], "value": r["reward"]}
             for r in steps
@@ -196,44 +256,83 @@ def _pairs(data: Path, evaluations: Sequence[dict[str, Any]]) -> list[tuple[Traj
     pairs.sort(key=lambda pair: (rewards[pair[0]] or 0.0) - (rewards[pair[1]] or 0.0))
     chosen = pairs[:SHOWN]
     wanted = [(rollout_id, newest[rollout_id]) for pair in chosen for rollout_id in pair]
-    columns = ["rollout_id", "attempt", "seq", "request", "response"]
-    rows = dataset.table("transitions", attempts=wanted, columns=columns).to_pylist()
-    last_call = {row["rollout_id"]: row for row in sorted(rows, key=lambda row: row["seq"])}
+    last_call: dict[str, list[dict[str, Any]]] = {}
+    for row in dataset.table("transitions", attempts=wanted, columns=[*COLUMNS]).to_pylist():
+        last_call.setdefault(row["rollout_id"], []).append(row)
     return [
-        (_trajectory(before, rewards, last_call), _trajectory(after, rewards, last_call))
+        (_trajectory(before, rewards, last_call[before]), _trajectory(after, rewards, last_call[after]))
         for before, after in chosen
         if before in last_call and after in last_call
     ]
 
 
 def _trajectory(
-    rollout_id: str, rewards: Mapping[str, float | None], last_call: Mapping[str, Mapping[str, Any]]
+    rollout_id: str, rewards: Mapping[str, float | None], calls: Sequence[Mapping[str, Any]]
 ) -> Trajectory:
     """The conversation as the last call saw it, and its answer."""
-    row = last_call[rollout_id]
-    messages = _messages(row["request"], "messages")
-    for choice in _messages(row["response"], "choices"):
-        messages.append(choice.get("message") or {})
-    users = [number for number, message in enumerate(messages) if message.get("role") == "user"]
+    said = exchanges(calls)
+    messages: Sequence[Message] = said[-1].whole if said else ()
+    users = [number for number, message in enumerate(messages) if message["role"] == "user"]
     start = users[-1] if users else 0
-    return Trajectory(rollout_id, rewards[rollout_id], [_turn(m) for m in messages[start:]], start)
+    turns = [Turn(message["role"], text_of(message)) for message in messages[start:]]
+    return Trajectory(rollout_id, rewards[rollout_id], turns, start)
 
 
-def _messages(body: str | None, key: str) -> list[dict[str, Any]]:
-    try:
-        found = json.loads(body or "{}").get(key) or []
-    except (ValueError, AttributeError):
+def _signals(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Small charts of what has at least two values, in drawings of 220 × 48."""
+    signals = []
+    for title, (section, name), meaning in SIGNALS:
+        points = [
+            (record["step"], record.get(section, {}).get(name))
+            for record in steps
+            if record.get(section, {}).get(name) is not None
+        ]
+        if len(points) < 2:
+            continue
+        values = [value for _, value in points]
+        low, high = min(values), max(values)
+        first, last = points[0][0], points[-1][0]
+        drawn = [
+            (
+                round(2 + 216 * (step - first) / max(last - first, 1), 1),
+                round(44 - 40 * (value - low) / ((high - low) or 1.0), 1),
+            )
+            for step, value in points
+        ]
+        signals.append(
+            {
+                "title": title,
+                "meaning": meaning,
+                "points": " ".join(f"{x},{y}" for x, y in drawn),
+                "first": values[0],
+                "last": values[-1],
+                "low": low,
+                "high": high,
+            }
+        )
+    return signals
+
+
+def _agents(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Reward by agent in the first and the last step that it was in."""
+    names = sorted({name for record in steps for name in record.get("agents", {})})
+    rows = []
+    for name in names:
+        seen = [record["agents"][name] for record in steps if name in record.get("agents", {})]
+        rows.append({"name": name, "first": seen[0], "last": seen[-1]})
+    return rows if len(rows) > 1 else []
+
+
+def _shown(config: TrainConfig, data: Path, samples_from: Path) -> list[Shown]:
+    if not config.report.rollouts or not (data / "manifests").is_dir():
         return []
-    return [item for item in found if isinstance(item, dict)]
+    tokenizer = load_tokenizer(config.policy.model)
+    tokenizer.save_pretrained(config.directory / "tokenizer")  # so that `agl inspect --tokens` shows text
 
+    def decode(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        return text
 
-def _turn(message: Mapping[str, Any]) -> Turn:
-    content = message.get("content")
-    if isinstance(content, list):
-        content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    calls = [
-        f"{call['function'].get('name')}({call['function'].get('arguments')})"
-        for call in message.get("tool_calls") or ()
-        if isinstance(call.get("function"), dict)
-    ]
-    return Turn(str(message.get("role", "assistant")), "\n".join([*([content] if content else []), *calls]))
+    return showcase(
+        Dataset(data), Dataset(samples_from), decode, config.report.rollouts, seed=config.run.seed
+    )

@@ -108,7 +108,9 @@ def rollout(dataset: Dataset, rollout_id: str, attempt: int | None = None) -> di
     attempts = sorted(number for name, number in dataset.attempts if name == rollout_id)
     if not attempts:
         known = {name for name, _ in dataset.attempts}
-        hint = nearest(rollout_id, known) if 0 < len(known) <= 20 else " Run `agl inspect DATA --list` for all."
+        hint = (
+            nearest(rollout_id, known) if 0 < len(known) <= 20 else " Run `agl inspect DATA --list` for all."
+        )
         raise DataError(f"{dataset.root} has no rollout {rollout_id!r}.{hint}")
     if attempt is None:
         attempt = attempts[-1]

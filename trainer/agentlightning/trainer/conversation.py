@@ -18,6 +18,7 @@ __all__ = [
     "chains",
     "exchanges",
     "extends",
+    "read_answer",
     "read_exchange",
     "text_of",
     "with_parsed_arguments",
@@ -70,13 +71,13 @@ def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
     """A row of `transitions` as messages, or why it has none: `call_error`, `no_messages`, `no_answer`, `several_answers`."""
     if row["error"] is not None:
         return "call_error"
-    request, response = _parse(row["request"]), _parse(row["response"])
+    request = _parse(row["request"])
     messages = _dicts(request.get("messages"))
     if not messages:
         return "no_messages"
-    answers = _dicts([choice.get("message") for choice in _dicts(response.get("choices"))])
-    if len(answers) != 1:
-        return "several_answers" if answers else "no_answer"
+    answer = read_answer(row["response"])
+    if isinstance(answer, str):
+        return answer
     return Exchange(
         call_id=row["call_id"],
         seq=row["seq"],
@@ -84,9 +85,17 @@ def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
         model=row["policy"] or row["model"],
         messages=tuple(_message(message) for message in messages),
         tools=tuple(_dicts(request.get("tools"))),
-        answer=_message({"role": "assistant", **answers[0]}),
+        answer=answer,
         reward=row["reward"],
     )
+
+
+def read_answer(response: str | None) -> Message | str:
+    """The message of a response, or why there is none: `no_answer`, `several_answers`."""
+    answers = _dicts([choice.get("message") for choice in _dicts(_parse(response).get("choices"))])
+    if len(answers) != 1:
+        return "several_answers" if answers else "no_answer"
+    return _message({"role": "assistant", **answers[0]})
 
 
 def exchanges(rows: Iterable[Mapping[str, Any]]) -> list[Exchange]:

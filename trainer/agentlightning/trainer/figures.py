@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from agentlightning.trainer.conversation import COLUMNS, read_exchange, text_of
+from agentlightning.trainer.conversation import read_answer, text_of
 from agentlightning.trainer.credit import Outcome
 from agentlightning.trainer.interval import mean_interval
 
@@ -41,10 +42,8 @@ class Observation:
 def observe(transitions: pa.Table, outcomes: Iterable[Outcome]) -> list[Observation]:
     """The judged rollouts among the outcomes, with what their calls on record say."""
     judged = {o.rollout_id: o for o in outcomes if o.reward is not None and math.isfinite(o.reward)}
-    names = [*COLUMNS, "task_id", "finish_reason"]
-    lengths = [
-        None if ids is None else len(ids) for ids in transitions.column("response_token_ids").to_pylist()
-    ]
+    names = ["rollout_id", "task_id", "seq", "agent", "response", "finish_reason"]
+    lengths = pc.list_value_length(transitions.column("response_token_ids")).to_pylist()
     calls: dict[str, list[tuple[dict[str, Any], int]]] = defaultdict(list)
     for row, length in zip(transitions.select(names).to_pylist(), lengths, strict=True):
         if row["rollout_id"] in judged:
@@ -52,8 +51,8 @@ def observe(transitions: pa.Table, outcomes: Iterable[Outcome]) -> list[Observat
     observed = []
     for rollout_id in sorted(judged):
         outcome, rows = judged[rollout_id], sorted(calls[rollout_id], key=lambda call: call[0]["seq"])
-        said = [read_exchange(row) for row, _ in rows]
-        answers = [exchange.answer for exchange in said if not isinstance(exchange, str)]
+        said = [read_answer(row["response"]) for row, _ in rows]
+        answers = [answer for answer in said if not isinstance(answer, str)]
         assert outcome.reward is not None
         observed.append(
             Observation(

@@ -23,9 +23,10 @@ from agentlightning.proto import dataset
 from agentlightning.proto.errors import LightningError
 from agentlightning.trainer import checkpoint
 from agentlightning.trainer.clients import EngineClient, GatewayClient, TransitionClient
+from agentlightning.trainer.comparison import task_rewards
 from agentlightning.trainer.config import SamplingConfig, TrainConfig
 from agentlightning.trainer.console import Console
-from agentlightning.trainer.interval import Interval, mean_interval
+from agentlightning.trainer.interval import mean_interval
 from agentlightning.trainer.launch import Layout, Services
 from agentlightning.trainer.learner import Learner, UpdateResult
 from agentlightning.trainer.metrics import Metrics
@@ -244,7 +245,6 @@ class Trainer:
             "held_seconds": round(publisher.held_seconds, 3) if published else 0.0,
         }
         self.metrics.add(**record)
-        self._console.step(record)
 
     async def _update(
         self, supply: Supply, step: int, version: int, batch: StepBatch, seconds: dict[str, float]
@@ -270,6 +270,7 @@ class Trainer:
                 "left_out": dict(batch.samples.tokens_left_out + batch.scored.tokens_left_out),
             },
             "counters": dict(batch.counters),
+            **batch.figures,
             "probe": None,
             "held_seconds": 0.0,
         }
@@ -350,6 +351,7 @@ class Trainer:
             seconds=round(time.monotonic() - clock, 3),
             counters=dict(collected.counters),
             rollouts=[group.rollout_ids[0] for group in groups],
+            rewards=task_rewards(collected.outcomes, [group.group_id for group in groups]),
         )
         self._console.evaluation(record)
 
@@ -357,17 +359,6 @@ class Trainer:
         tokenizer = load_tokenizer(self.config.policy.model)
         self.learner.save_pretrained(self.layout.final, tokenizer)
         self.metrics.add("end", step=self.learner.step, gateway=gateway, collector=collector)
-
-    def before_and_after(self) -> tuple[Interval, Interval] | None:
-        """Held-out reward before the first and after the last step."""
-        first, last = self.metrics.evaluation(0), self.metrics.evaluation(self.learner.step)
-        if first is None or last is None:
-            return None
-        return _interval(first), _interval(last)
-
-
-def _interval(record: dict[str, Any]) -> Interval:
-    return Interval(record["mean"], record["low"], record["high"], record["n"])
 
 
 def _samples_name(step: int) -> str:

@@ -12,12 +12,16 @@ import yaml
 
 from agentlightning.proto.errors import ConfigError, LightningError
 from agentlightning.proto.process import lock_directory
+from agentlightning.trainer.comparison import compare_evaluations
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.console import Console
+from agentlightning.trainer.interval import Interval
 from agentlightning.trainer.launch import Layout, launch, start_agents
 from agentlightning.trainer.loop import Trainer, build_learner
+from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import resolve_model
 from agentlightning.trainer.report import write_report
+from agentlightning.trainer.sinks import open_sinks
 from agentlightning.trainer.supervisor import Supervisor
 from agentlightning.trainer.tasks import Task, load_tasks
 
@@ -42,7 +46,12 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
     if not Path(config.policy.model).is_dir():
         print(f"model {config.policy.model} (converted once, in half a minute, and then kept)", flush=True)
     resolve_model(config.policy.model)  # before two processes want it
-    with open_run(config, layout.root, resume=resume), Console() as console, sigterm_interrupts():
+    with (
+        open_run(config, layout.root, resume=resume),
+        open_sinks(config, layout.root) as sinks,
+        Console() as console,
+        sigterm_interrupts(),
+    ):
         logging.basicConfig(level=log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
         console.say(f"run {config.run.name}: state, data and results in {layout.root}/")
         supervisor = Supervisor()
@@ -61,7 +70,10 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
                 check=supervisor.check,
                 start_agents=lambda: start_agents(config, layout, supervisor, services, say=console.say),
             )
+            for sink in sinks:
+                trainer.metrics.listen(sink)
             trainer.restore()
+            trainer.metrics.listen(console.event)
             asyncio.run(trainer.run())
         except KeyboardInterrupt:
             console.say("Stopped. The same command with --resume goes on from the last checkpoint.")
@@ -74,7 +86,7 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
             supervisor.stop()
             if trainer is not None:
                 write_report(config, layout, trainer.metrics, restarts=supervisor.restarts())
-        conclude(trainer, layout, console, seconds=time.monotonic() - began)
+        conclude(trainer.metrics, layout, console, seconds=time.monotonic() - began)
         if advice:
             console.say(advice)
     return 0
@@ -104,21 +116,31 @@ def _held_out(config: TrainConfig) -> list[Task]:
     return load_tasks(config.tasks.val, seed=config.run.seed, count=count)[:count]
 
 
-def conclude(trainer: Trainer, layout: Layout, console: Console, *, seconds: float) -> None:
+def conclude(metrics: Metrics, layout: Layout, console: Console, *, seconds: float) -> None:
     """Say what came of the run, and where it lies."""
     console.say("")
-    ends = trainer.before_and_after()
-    if ends is not None:
-        before, after = ends
+    evaluations = metrics.of("evaluate")
+    if len(evaluations) > 1:
+        before, after = (
+            Interval(event["mean"], event["low"], event["high"], event["n"])
+            for event in (evaluations[0], evaluations[-1])
+        )
         console.say(f"Held-out reward, mean and 95 % interval:  before {before}   after {after}")
-        if after.low > before.high:
-            console.say("The intervals are apart: the agent has learnt.")
-        else:
-            console.say("The intervals overlap: no clear gain. More steps, or more held-out tasks?")
+        gain = compare_evaluations(evaluations[0], evaluations[-1])
+        if gain is not None:
+            console.say(f"Change over the same {gain.n} tasks: {gain}. {_verdict(gain)}")
     console.say(f"Done in {seconds:.0f} s.")
     console.say(f"  report       {layout.report}")
     console.say(f"  model        {layout.final} (transformers loads it)")
     console.say(f"  transitions  {layout.data} (agl inspect {layout.root})")
+
+
+def _verdict(gain: Interval) -> str:
+    if gain.low > 0:
+        return "The agent has learnt."
+    if gain.high < 0:
+        return "The agent has become worse."
+    return "No clear gain: more steps, or more held-out tasks?"
 
 
 @contextlib.contextmanager

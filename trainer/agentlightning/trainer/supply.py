@@ -15,6 +15,7 @@ import numpy as np
 
 from agentlightning.proto.errors import LightningError
 from agentlightning.trainer.advantage import Scored
+from agentlightning.trainer.figures import observe, step_figures
 from agentlightning.trainer.rollouts import Collected, Collector, Group, Row, join
 from agentlightning.trainer.samples import SampleSet
 from agentlightning.trainer.tasks import Task, task_order
@@ -36,6 +37,8 @@ class StepBatch:
     informative_groups: int
     counters: Counter[str]
     seconds: dict[str, float]
+    figures: dict[str, Any]
+    """What its rollouts were like, for the record."""
     carried_over: int = 0
     """Rollouts that are under way while the step is trained."""
 
@@ -174,4 +177,5 @@ def make_batch(
         )
     counters = everything.counters + samples.calls_left_out + scored.refused_rollouts
     rewards = {o.rollout_id: o.reward for o in everything.outcomes if o.reward is not None}
-    return StepBatch(scored, samples, rewards, sampled, informative, +counters, dict(seconds))
+    figures = step_figures(observe(everything.transitions, everything.outcomes))
+    return StepBatch(scored, samples, rewards, sampled, informative, +counters, dict(seconds), figures)

@@ -84,7 +84,7 @@ def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_
         good = Publisher(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         bad = WrongWeights(stage.layout, gateway, engine, **options)  # type: ignore[arg-type]
         try:
-            assert (await good.verify(stage.learner)).mean < 1e-4
+            assert (await good.begin(stage.learner)).mean < 1e-4
             probe = [[5, 6, 7, 8, 9]]
             base = await engine.score(probe)
 

@@ -15,7 +15,7 @@ from troubled import TROUBLES
 from agentlightning.proto.dataset import open_dataset
 
 Make = Callable[..., Run]
-COMPONENTS = ["trainer", "collector", "gateway", "controller", "engine"]
+COMPONENTS = ["collector", "gateway", "controller", "engine"]
 
 
 def test_a_run_leaves_data_a_model_a_report_and_says_what_came_of_it(make_run: Make) -> None:

@@ -11,12 +11,14 @@ sampled or trained twice.
 import asyncio
 import functools
 import logging
+import random
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 
 from agentlightning.proto import dataset
@@ -98,6 +100,10 @@ class Trainer:
         """Continue from the newest checkpoint, if there is one."""
         newest = checkpoint.latest(self.layout.checkpoints)
         if newest is None:
+            random.seed(self.config.run.seed)
+            np.random.seed(
+                self.config.run.seed
+            )  # the generators that a checkpoint restores; torch's is the learner's
             self.metrics.rewind(0)
             return False
         cursor = checkpoint.load(newest, self.learner, config_digest=digest(self.config))
@@ -164,10 +170,7 @@ class Trainer:
 
     async def _steps(self, collector: Collector, publisher: Publisher) -> None:
         train = self.config.train
-        if self.learner.version == publisher.served:
-            verdict = await publisher.verify(self.learner)
-        else:
-            verdict = (await publisher.publish(self.learner)).verdict
+        verdict = await publisher.begin(self.learner)
         self._console.say(verdict.sentence[:1].upper() + verdict.sentence[1:])
         await asyncio.to_thread(self._start_agents)
         supply = self._supply(collector)

@@ -34,8 +34,6 @@ HOLD_TTL = 60.0
 """Seconds after which a hold, or a pause, ends by itself: a trainer that died must not stop the agents for ever."""
 RENEW_EVERY = 15.0
 """Seconds between two renewals while this trainer is alive."""
-KEPT = 2
-"""Published versions that stay on disk: the one served, and the one to go back to."""
 
 
 class PublishRefused(LightningError):
@@ -78,8 +76,11 @@ class Publisher:
         self._previous = self._last_served() or (base, 0)  # what to go back to
         self._expected: Expectation | None = None  # of the version that is served
 
-    async def verify(self, learner: Learner) -> Verdict:
-        """Check that the engine serves what the trainer has, without publishing."""
+    async def begin(self, learner: Learner) -> Verdict:
+        """Make sure that the engine serves what the learner has: at the start, and after an interruption."""
+        serves = (await self._engine.health()).get("model_version")
+        if not learner.version == self.served == serves:
+            return (await self.publish(learner)).verdict
         expected = await asyncio.to_thread(self._prepare, learner, None)
         verdict = await self._probe(expected, learner)
         if not verdict.ok:
@@ -135,9 +136,9 @@ class Publisher:
             )
         current = {"path": str(folder.resolve()), "version": version}
         write_private(self._layout.current_weights, json.dumps(current) + "\n")
+        self._forget_all_but(folder, self._previous[0])
         self._previous = (folder, version)
         self._expected = prepared
-        self._forget_old()
         return Published(version, time.monotonic() - began, verdict)
 
     @property
@@ -184,7 +185,9 @@ class Publisher:
         await self._engine.load_weights(str(folder.resolve()), version)
         return version
 
-    def _forget_old(self) -> None:
-        versions = sorted(self._layout.weights.glob("v[0-9]*"))
-        for folder in versions[:-KEPT]:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _forget_all_but(self, *kept: Path) -> None:
+        """Keep what is served and what to go back to; after a restart neither need be the highest number."""
+        names = {path.name for path in kept}
+        for folder in self._layout.weights.glob("v[0-9]*"):
+            if folder.name not in names:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,3 +141,27 @@ def random_batch(one_call: Callable[..., Call]) -> Callable[..., SampleSet]:
         return build_samples(calls)
 
     return make
+
+
+@pytest.fixture
+def one_per_call() -> Callable[[Sample], list[Sample]]:
+    """A sample as if none of its calls had merged: one per call, with the tokens before it as context."""
+
+    def split(sample: Sample) -> list[Sample]:
+        parts = []
+        for k, segment in enumerate(sample.segments):
+            mask = np.zeros_like(sample.mask)
+            mask[segment.start : segment.end] = True
+            part = replace(
+                sample,
+                index=100 * sample.index + k,
+                token_ids=sample.token_ids[: segment.end],
+                mask=mask[: segment.end],
+                logprobs=(sample.logprobs * mask)[: segment.end],
+                versions=sample.versions[: segment.end],
+                segments=(segment,),
+            )
+            parts.append(part)
+        return parts
+
+    return split

@@ -1,4 +1,5 @@
 from collections.abc import Callable, Sequence
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -141,6 +142,32 @@ def test_groups_tell_which_are_worth_a_refill(one_call: Callable[..., Call]) -> 
         ("b", 2, 0.5, False),
         ("c", 1, 1.0, True),
     ]
+
+
+@pytest.mark.parametrize("estimator", get_args(Estimator))
+def test_splitting_samples_or_permuting_them_changes_no_advantage(
+    random_batch: Callable[..., SampleSet],
+    one_per_call: Callable[[Sample], list[Sample]],
+    estimator: Estimator,
+) -> None:
+    def by_token(sample_set: SampleSet, results: list[Outcome]) -> dict[tuple[str, int], float]:
+        scored = score(sample_set, results, advantage=AdvantageSettings(estimator))
+        return {
+            (segment.call_id, t - segment.start): float(advantages[t])
+            for sample, advantages in zip(scored.samples, scored.advantages, strict=True)
+            for segment in sample.segments
+            for t in range(segment.start, segment.end)
+        }
+
+    merged = random_batch(5)
+    generator = np.random.default_rng(0)
+    ids = sorted({(s.rollout_id, s.group_id) for s in merged.samples})
+    results = [Outcome(rollout, group, float(generator.random())) for rollout, group in ids]
+    apart = [part for sample in merged.samples for part in one_per_call(sample)]
+    assert len(apart) > len(merged.samples)
+    order = generator.permutation(len(apart))
+    other = SampleSet(tuple(apart[i] for i in order))
+    assert by_token(other, results[::-1]) == by_token(merged, results)
 
 
 STEPS = [

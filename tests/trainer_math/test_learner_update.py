@@ -21,11 +21,14 @@ Batch = Callable[..., SampleSet]
 PLAIN = LearnerSettings(lr=1e-2, dtype="float32", max_grad_norm=1e9)
 
 
-def scored_batch(sample_set: SampleSet, **settings: Any) -> Scored:
+def outcomes_of(sample_set: SampleSet) -> list[Outcome]:
     generator = np.random.default_rng(7)
     rollouts = {s.rollout_id: s.group_id for s in sample_set.samples}
-    outcomes = [Outcome(r, g, float(generator.random())) for r, g in sorted(rollouts.items())]
-    return score(sample_set, outcomes, **settings)
+    return [Outcome(r, g, float(generator.random())) for r, g in sorted(rollouts.items())]
+
+
+def scored_batch(sample_set: SampleSet, **settings: Any) -> Scored:
+    return score(sample_set, outcomes_of(sample_set), **settings)
 
 
 def update(
@@ -98,39 +101,62 @@ def test_the_order_of_samples_changes_nothing(tiny_llama: Model, random_batch: B
     assert_same(plain, permuted)
 
 
-def split(sample: Sample, advantages: np.ndarray) -> list[tuple[Sample, np.ndarray]]:
-    """One sample per call, with the tokens before it as context."""
-    parts = []
-    for k, segment in enumerate(sample.segments):
-        mask = np.zeros_like(sample.mask)
-        mask[segment.start : segment.end] = True
-        part = replace(
-            sample,
-            index=100 * sample.index + k,
-            mask=mask,
-            logprobs=sample.logprobs * mask,
-            segments=(segment,),
-        )
-        parts.append((part, advantages * mask))
-    return parts
-
-
 @pytest.mark.parametrize("kind", ["ppo", "reinforce", "gspo", "cispo"])
 @pytest.mark.parametrize("change", ["split", "duplicate"])
 def test_splitting_or_duplicating_a_rollouts_samples_changes_no_gradient(
-    tiny_llama: Model, random_batch: Batch, kind: Any, change: str
+    tiny_llama: Model,
+    random_batch: Batch,
+    one_per_call: Callable[[Sample], list[Sample]],
+    kind: Any,
+    change: str,
+) -> None:
+    """With veto and masks at work, which are of calls: of samples or rollouts they would not pass this."""
+    sample_set = random_batch(3)
+    outcomes = outcomes_of(sample_set)
+    plain = score(sample_set, outcomes)
+    if change == "split":
+        changed = [part for sample in sample_set.samples for part in one_per_call(sample)]
+        assert len(changed) > len(sample_set.samples)
+    else:
+        first = sample_set.samples[0].rollout_id
+        changed = [*sample_set.samples, *(s for s in sample_set.samples if s.rollout_id == first)]
+    other = score(replace(sample_set, samples=tuple(changed)), outcomes)
+    loss = LossSettings(kind, veto=0.05, sequence_mask=(0.1, 10.0), geometric_mask=(0.3, 3.0))
+    settings = replace(PLAIN, loss=loss)
+    expected, result = update(tiny_llama(), settings, plain.samples, plain.advantages)
+    assert 0 < result.metrics["tokens_vetoed"] < result.metrics["tokens_trained"]
+    assert 0 < result.metrics["tokens_masked"] < result.metrics["tokens_trained"]
+    taken, _ = update(tiny_llama(), settings, other.samples, other.advantages)
+    assert_same(expected, taken)
+
+
+def test_what_stands_at_tokens_that_were_not_sampled_changes_no_bit(
+    tiny_llama: Model, random_batch: Batch
 ) -> None:
     scored = scored_batch(random_batch(3))
-    pairs = list(zip(scored.samples, scored.advantages, strict=True))
-    if change == "split":
-        changed = [part for pair in pairs for part in split(*pair)]
-        assert len(changed) > len(pairs)
-    else:
-        changed = pairs + [(s, a) for s, a in pairs if s.rollout_id == pairs[0][0].rollout_id]
-    settings = replace(PLAIN, loss=LossSettings(kind))
-    plain, _ = update(tiny_llama(), settings, scored.samples, scored.advantages)
-    other, _ = update(tiny_llama(), settings, *zip(*changed, strict=True))
-    assert_same(plain, other)
+    plain, _ = update(tiny_llama(), PLAIN, scored.samples, scored.advantages)
+    samples = [replace(s, logprobs=np.where(s.mask, s.logprobs, np.float32(-9))) for s in scored.samples]
+    advantages = [np.where(s.mask, a, np.float32(5)) for s, a in zip(samples, scored.advantages, strict=True)]
+    other, _ = update(tiny_llama(), PLAIN, samples, advantages)
+    assert all(torch.equal(plain[name], other[name]) for name in plain)
+
+
+def test_peak_memory_is_told_by_phase(tiny_llama: Model, random_batch: Batch) -> None:
+    scored = scored_batch(random_batch(3))
+    learner = Learner(tiny_llama(), replace(PLAIN, epochs=2))
+    metrics = learner.update(scored.samples, scored.advantages).metrics
+    assert {name for name in metrics if name.startswith("peak_memory_")} == {
+        "peak_memory_logprobs_mib",
+        "peak_memory_backward_mib",
+        "peak_memory_optimizer_mib",
+    }
+    with learner.memory.phase("nothing"):
+        pass
+    with learner.memory.phase("a lot"):
+        np.ones(16 << 20)  # 128 MiB, given back at once
+    peaks = learner.memory.take()
+    assert peaks["a lot"] - peaks["nothing"] > 100
+    assert learner.memory.take() == {}
 
 
 def test_groups_without_variance_change_nothing_and_are_not_computed(

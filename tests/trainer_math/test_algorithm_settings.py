@@ -5,7 +5,6 @@ import pytest
 from agentlightning.proto.errors import ConfigError
 from agentlightning.trainer.advantage import AdvantageSettings, Outcome, score
 from agentlightning.trainer.config import config_from
-from agentlightning.trainer.groups import Intake
 from agentlightning.trainer.samples import Call, build_samples
 from agentlightning.trainer.shaping import OverlongSettings, overlong, shape
 
@@ -37,36 +36,6 @@ def test_a_failure_that_is_scored_counts_as_zero(one_call: OneCall) -> None:
     scored = score(build_samples(calls), outcomes, advantage=AdvantageSettings(scored_causes=("timeout",)))
     assert scored.groups[0].mean == 0.5
     assert [float(a[1]) for a in scored.advantages] == [0.5, -0.5]
-
-
-def test_groups_without_a_signal_are_asked_for_again_in_bounded_rounds(one_call: OneCall) -> None:
-    def statistics(*rewards: tuple[float, float]) -> list:
-        calls, outcomes = [], []
-        for g, pair in enumerate(rewards):
-            for i, reward in enumerate(pair):
-                calls.append(one_call([1], [2], rollout=f"{g}{i}", group_id=f"g{g}"))
-                outcomes.append(Outcome(f"{g}{i}", f"g{g}", reward))
-        return list(score(build_samples(calls), outcomes).groups)
-
-    intake = Intake(wanted=3, refills=2)
-    assert intake.missing == 3
-    intake.admit(statistics((1, 0), (1, 1), (0, 0)), asked=3)
-    assert (intake.missing, intake.accept_rate) == (2, 1 / 3)
-    intake.admit(statistics((1, 0), (1, 1), (0, 0), (1, 0), (0, 0)), asked=2)
-    assert (intake.missing, intake.accept_rate) == (1, 2 / 5)
-    intake.admit(statistics((1, 0), (1, 1), (0, 0), (1, 0), (0, 0), (0, 0)), asked=1)
-    assert (intake.missing, intake.accept_rate) == (0, 2 / 6)  # no round is left: the step goes on with two
-    full = Intake(wanted=1, refills=5)
-    full.admit(statistics((1, 0)), asked=1)
-    assert full.missing == 0
-
-
-def test_infrastructure_failures_leave_a_group_too_small_to_accept(one_call: OneCall) -> None:
-    calls = [one_call([1], [2], rollout=r) for r in ("a", "b")]
-    outcomes = [Outcome("a", "g", 1.0), Outcome("b", "g", 0.0, state="failed", cause="infra_error")]
-    intake = Intake(wanted=1, refills=1)
-    intake.admit(score(build_samples(calls), outcomes).groups, asked=1)
-    assert intake.missing == 1
 
 
 def test_agents_are_selected_by_name_or_pattern(one_call: OneCall) -> None:

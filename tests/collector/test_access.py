@@ -105,7 +105,8 @@ def test_over_tls_the_official_exporters_arrive(collectors: Callable[..., Any], 
     with pytest.raises(httpx.HTTPError):  # plain text is not spoken there
         httpx.get(collector.http.replace("https", "http") + "/healthz", trust_env=False)
     # A body larger than every buffer, with the rest of a request behind it.
-    large = httpx.Client(verify=str(certificates / "ca.pem"), trust_env=False)
+    trusted = ssl.create_default_context(cafile=certificates / "ca.pem")
+    large = httpx.Client(verify=trusted, trust_env=False)
     answer = large.post(
         collector.http + "/v1/traces",
         content=b"\x0a\x80\x80\xc0\x01" + bytes(3 << 20),

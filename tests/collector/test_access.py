@@ -1,5 +1,6 @@
 """Who may use the collector: tokens and TLS, on both transports, with the official exporters as clients."""
 
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable

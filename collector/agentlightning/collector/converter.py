@@ -23,6 +23,7 @@ from typing import Any, Final, Protocol
 import orjson
 
 from agentlightning.collector.assemble import Assembled, assemble
+from agentlightning.collector.joins import Joins
 from agentlightning.collector.logs import FORMATS, setup_logs
 from agentlightning.collector.open_attempts import Key, OpenAttempt, OpenAttempts, Seal, decode
 from agentlightning.collector.records import JournalReader, Kind, Record
@@ -113,6 +114,7 @@ class Converter:
         """Counters since the process began."""
         self._reader = reader
         self._link = link
+        self._joins = Joins()
         self._open = OpenAttempts(Spill(scratch or reader.folder), idle_timeout, self._earlier)
         self._written: dict[Key, _Written] = {}
         self._counted = 0
@@ -137,6 +139,8 @@ class Converter:
         began = self.position
         self._read()
         ready = list(self._open.ready(time.time() if now is None else now, caught_up=self.caught_up))
+        if any(attempt.is_trace for attempt, _ in ready):
+            ready = self._joins.together(ready, self._open, self._written, self._attempt, self._earlier)
         if ready:
             self._write(ready)
         elif self._open.low(self.position) - self._low >= TRIM_BYTES:
@@ -164,6 +168,8 @@ class Converter:
         for entry in history.entries.values():
             name, high = history.highs.get(entry.since, ("", 0))
             self._remember(entry, high if name == self._reader.id else 0)
+        newest = sorted(history.entries.values(), key=lambda entry: (entry.since, entry.place))
+        self._joins.recover(history.joins.get(self._reader.id, {}), [entry.key for entry in newest])
         for key in history.expired:
             self._written[key] = _Written(0, math.inf, 0)
         self.position = self._low
@@ -208,17 +214,20 @@ class Converter:
             if not span.rollout_id:  # a log record outside of every rollout and trace
                 counters["unattributed"] += 1
                 continue
-            written = self._written.get(span.key)
+            key = self._joins.home(span)
+            written = self._written.get(key)
             if written is not None and written.high == math.inf:
                 counters["expired"] += 1  # retention has taken its attempt away
             elif written is None or record.position >= written.high:
-                self._open.add(self._attempt(span.key, record), span, record, share)
+                attempt = self._attempt(key, record.position, record.time_ns / 1e9)
+                self._open.add(attempt, span, record, share)
+                self._joins.logs_of(span, attempt, self._open)
 
-    def _attempt(self, key: Key, record: Record) -> OpenAttempt:
+    def _attempt(self, key: Key, position: int, time_s: float) -> OpenAttempt:
         attempt = self._open.by_key.get(key)
         if attempt is None:
             written = self._written.get(key)
-            attempt = OpenAttempt(key, record.position, last_seen=record.time_ns / 1e9)
+            attempt = OpenAttempt(key, position, last_seen=time_s)
             if written is not None:
                 attempt.generation = written.generation + 1
                 attempt.stored_earlier = written.calls_stored
@@ -243,7 +252,7 @@ class Converter:
             )
             if key not in self._open.by_key and satisfied:
                 continue
-            attempt = self._attempt(key, record)
+            attempt = self._attempt(key, record.position, record.time_ns / 1e9)
             attempt.seal = Seal(expected, record.time_ns / 1e9)
             attempt.reported = None
 
@@ -259,14 +268,21 @@ class Converter:
             if size >= COMMIT_BYTES:
                 break
         late = [attempt.key for attempt, _ in batch if attempt.generation > 0]
-        earlier, rows = (self._earlier(late), self._rollout_rows(late)) if late else ({}, {})
+        taken = [key for attempt, _ in batch for key in attempt.taken_in]
+        earlier = self._earlier([*late, *taken]) if late or taken else {}
+        rows = self._rollout_rows(late) if late else {}
         making: list[_Made] = []
         for attempt, truncated in batch:
             key = attempt.key
-            made = self._assemble(attempt, self._open.load(attempt), earlier.get(key, []), rows.get(key, {}))
+            others = [assemble(*other, earlier.get(other, [])) for other in attempt.taken_in]
+            spans = [*self._open.load(attempt), *(span for other in others for span in other.spans)]
+            made = self._assemble(attempt, spans, earlier.get(key, []), rows.get(key, {}))
             if made is None:
                 self._open.close(attempt)
                 continue
+            for other in others:  # they are counted already
+                made.counters.subtract(other.counters)
+                made.counters["calls"] -= len(other.transitions)
             made.truncated = truncated
             if truncated:
                 made.counters["truncated"] += 1
@@ -337,12 +353,19 @@ class Converter:
         for made in batch:
             counters.update(made.counters)
         entries = [self._entry(made) for made in batch]
+        # What has become part of another attempt is no more on its own.
+        entries += [
+            AttemptEntry(*key, None, 0, self._written[key].generation + 1)
+            for made in batch
+            for key in made.attempt.taken_in
+        ]
         journal = {
             "id": self._reader.id,
             "low": low,
             "high": self.position,
             "commit": self._commit + 1,
             "counters": {name: count for name, count in sorted(counters.items()) if count},
+            **self._joins.of(made.attempt.key for made in batch),
         }
         name = f"c{self._reader.id[:8]}-{self._commit + 1:08d}-{self.position:016x}"
         store = self.dataset.store
@@ -353,8 +376,9 @@ class Converter:
         self._commit, self._low, self._counted = self._commit + 1, low, self.position
         self.totals.update(counters)
         self._counters.clear()
-        for made, entry in zip(batch, entries, strict=True):
+        for made in batch:
             self._open.close(made.attempt)
+        for entry in entries:
             self._remember(entry, self.position)
         self._link.send({"type": "commit", "manifest": manifest.number})
         self.dataset.refresh()

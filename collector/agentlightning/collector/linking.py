@@ -4,6 +4,7 @@ Some instrumentations do not put their spans into the context, so what another o
 call begins a trace of its own. A rollout's spans are together anyway, whatever their traces.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -16,25 +17,33 @@ __all__ = ["TraceLinks"]
 
 
 class TraceLinks:
-    """Collects what traces tell, a few words per call; then says which belong together."""
+    """Collects what traces tell, a few words per call; then says which belong together.
 
-    def __init__(self) -> None:
-        self._sketches: list[Sketch] = []
+    Args:
+        recent: remember so many traces, the newest; 0: all of them.
+    """
+
+    def __init__(self, recent: int = 0) -> None:
+        self._recent = recent
+        self._by_trace: OrderedDict[str, dict[tuple[str, str], Sketch]] = OrderedDict()
         self._words: dict[str | None, str | None] = {None: None}
 
     def add(self, trace: str, spans: Iterable[Span]) -> None:
         """Learn of a trace; all of its spans at once."""
         forest = Forest(trace, 0, [span for span in spans if span.trace_id == trace])
+        told = {}
         for call in tellers(forest)[0].values():
             sketch = sketch_of(call)
-            self._sketches.append(
-                replace(
-                    sketch,
-                    scope=self._once(sketch.scope) or "",
-                    model=self._once(sketch.model),
-                    question=partial(_itself, sketch.question()),  # without the call
-                )
+            told[sketch.key] = replace(
+                sketch,
+                scope=self._once(sketch.scope) or "",
+                model=self._once(sketch.model),
+                question=partial(_itself, sketch.question()),  # without the call
             )
+        self._by_trace[trace] = told
+        self._by_trace.move_to_end(trace)
+        if self._recent and len(self._by_trace) > self._recent:
+            self._by_trace.popitem(last=False)
 
     def heads(self) -> dict[str, str]:
         """For every trace that belongs to another: the one that it belongs to, whose calls began first."""
@@ -45,13 +54,14 @@ class TraceLinks:
                 trace = parent[trace]
             return trace
 
-        if len({sketch.scope for sketch in self._sketches}) < 2:
+        sketches = [sketch for told in self._by_trace.values() for sketch in told.values()]
+        if len({sketch.scope for sketch in sketches}) < 2:
             return {}  # one instrumentation tells of each call once
         began: dict[str, int] = {}
-        for sketch in self._sketches:
+        for sketch in sketches:
             trace = sketch.key[0]
             began[trace] = min(sketch.start_ns, began.get(trace, sketch.start_ns))
-        for group in same_calls(self._sketches):
+        for group in same_calls(sketches):
             roots = {root(sketch.key[0]) for sketch in group}
             head = min(roots, key=lambda trace: (began[trace], trace))
             for trace in roots:

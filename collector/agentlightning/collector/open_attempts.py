@@ -71,6 +71,8 @@ class OpenAttempt:
     through_gateway: bool = False
     is_trace: bool = False
     """The attempt is a trace that belongs to no rollout."""
+    taken_in: list[Key] = field(default_factory=list)
+    """Attempts of other traces that are in the data set, and become part of this one."""
     root: bool = False
     """A span that stands for the whole attempt is in."""
     missing: tuple[int, bool] = (-1, False)
@@ -151,6 +153,21 @@ class OpenAttempts:
         self._held += share
         if self._held > MEMORY_BYTES:
             self._spill_largest()
+
+    def absorb(self, attempt: OpenAttempt, into: OpenAttempt) -> None:
+        """The spans of one attempt become another's."""
+        del self.by_key[attempt.key]
+        into.places += attempt.places
+        into.spans += attempt.spans
+        into.low = min(into.low, attempt.low)
+        into.held += attempt.held
+        into.size += attempt.size
+        into.count += attempt.count
+        into.last_seen = max(into.last_seen, attempt.last_seen)
+        into.ledger |= attempt.ledger
+        into.through_gateway |= attempt.through_gateway
+        into.taken_in += attempt.taken_in
+        into.seal = into.seal or attempt.seal
 
     def close(self, attempt: OpenAttempt) -> None:
         """It is in the data set."""

@@ -112,6 +112,8 @@ class History:
         self.counters: dict[str, int] = {}
         self.journals: dict[str, dict[str, Any]] = {}
         """By journal id the newest `low`, `high` and `commit`."""
+        self.joins: dict[str, dict[str, dict[str, list[Any]]]] = {}
+        """By journal id, what its manifests say of `traces` and `logs` that became part of other attempts."""
         self.highs: dict[int, tuple[str, int]] = {}
         """Of a collector's manifest, by number: the journal, and the position below which it holds everything."""
         self.expired: dict[Key, float] = {}
@@ -146,6 +148,9 @@ class History:
         if "id" in journal:
             self.journals[journal["id"]] = {name: int(journal[name]) for name in ("low", "high", "commit")}
             self.highs[manifest.number] = (journal["id"], int(journal["high"]))
+            for name in ("traces", "logs"):
+                if name in journal:
+                    self.joins.setdefault(journal["id"], {}).setdefault(name, {}).update(journal[name])
         self.manifests.append(manifest)
 
     def stale(self, manifest: Manifest) -> set[Key]:
@@ -167,6 +172,7 @@ class History:
             "home": [[*key, number] for key, number in self.home.items()],
             "counters": self.counters,
             "journals": self.journals,
+            "joins": self.joins,
             "highs": [[number, *high] for number, high in self.highs.items() if number in firsts],
             "expired": [[*key, moment] for key, moment in self.expired.items()],
             "removed": self.removed,
@@ -188,6 +194,7 @@ class History:
             history.home = {(rollout, attempt): number for rollout, attempt, number in document["home"]}
             history.counters = document["counters"]
             history.journals = document["journals"]
+            history.joins = document.get("joins", {})
             history.highs = {number: (journal, high) for number, journal, high in document["highs"]}
             history.expired = {(rollout, attempt): moment for rollout, attempt, moment in document["expired"]}
             history.removed = document["removed"]

@@ -1,7 +1,10 @@
 """Where a run's events go beside metrics.jsonl."""
 
 import struct
+import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -10,8 +13,10 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from running import wait_for
 
 from agentlightning.proto.errors import ConfigError
+from agentlightning.proto.process import read_ready
 from agentlightning.trainer.config import TrainConfig, config_from
 from agentlightning.trainer.sinks import open_sinks, scalars
 
@@ -121,6 +126,57 @@ def test_a_step_is_a_span_its_phases_are_below_it_and_its_numbers_are_gauges(
     assert gauges["agentlightning.held_out.mean"] == 0.75
 
 
+def test_our_own_collector_takes_the_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "none")  # it takes traces and logs
+    ready = tmp_path / "ready.json"
+    ports = ["--http-port", "0", "--grpc-port", "0", "--ready-file", str(ready)]
+    folders = ["--data", str(tmp_path / "data"), "--state", str(tmp_path / "state")]
+    command = [sys.executable, "-m", "agentlightning.cli", "collector", *folders, *ports]
+    collector = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: read_ready(ready) is not None)
+        addresses = read_ready(ready)
+        assert addresses is not None
+        send(telemetry(otlp=addresses["http"]), tmp_path, STEP, EVALUATION, ALARM)
+        with urllib.request.urlopen(f"{addresses['http']}/metrics") as answer:
+            assert 'accepted_total{unit="spans"} 5.0' in answer.read().decode()
+    finally:
+        collector.terminate()
+        collector.wait()
+
+
+def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb", reason="wandb is not among the development dependencies")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    send(telemetry(wandb="project"), tmp_path, STEP, EVALUATION, ALARM)
+    (log,) = (tmp_path / "wandb").glob("offline-run-*/run-watched.wandb")
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, logged = log.read_bytes()[7:], {}
+    while data:  # LevelDB's log within its first block: checksum, length, kind, then the record
+        length = int.from_bytes(data[4:6], "little")
+        for item in Record.FromString(data[7 : 7 + length]).history.item:
+            logged["/".join(item.nested_key) or item.key] = item.value_json
+        data = data[7 + length :]
+    assert logged["train/reward"] == "0.5"
+    assert logged["held_out/mean"] == "0.75"
+
+
+def test_mlflow_keeps_a_run_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="mlflow is not among the development dependencies")
+    address = f"sqlite:///{tmp_path}/mlflow.db"
+    send(telemetry(mlflow=address), tmp_path, STEP, EVALUATION, ALARM)
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=address)
+    experiment = client.get_experiment_by_name("agentlightning")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics["train/reward"] == 0.5
+    assert run.data.params["train.group_size"] == "8"
+    assert "Entropy" in run.data.tags["alarm.entropy_collapses"]
+    assert run.info.status == "FINISHED"
+
+
 def test_a_backend_that_is_gone_neither_stops_nor_fails_a_run(tmp_path: Path) -> None:
     send(telemetry(otlp="http://127.0.0.1:9"), tmp_path, STEP)
 
@@ -138,8 +194,6 @@ def test_a_sink_that_fails_is_said_once_and_left_out(
 def test_what_was_asked_for_and_is_not_installed_is_said_with_its_remedy(
     setting: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, setting, None)
     with (
         pytest.raises(ConfigError, match=f"needs the package {package}"),

@@ -6,6 +6,7 @@ is in the way of the step itself.
 """
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -35,7 +36,8 @@ TIMEOUT_S = 3
 def open_otel(
     endpoint: str, run: str, scalars: Callable[[Event], Mapping[str, float]]
 ) -> Iterator[Callable[[Event], None]]:
-    """A function that sends events. Headers come from OTEL_EXPORTER_OTLP_HEADERS, as OpenTelemetry has it.
+    """A function that sends events. Headers come from OTEL_EXPORTER_OTLP_HEADERS, and OTEL_METRICS_EXPORTER=none sends spans
+    alone, as OpenTelemetry has it.
 
     Args:
         endpoint: such as `http://localhost:4318`; `/v1/traces` and `/v1/metrics` are added.
@@ -45,8 +47,11 @@ def open_otel(
     base = endpoint.rstrip("/")
     tracers = TracerProvider(resource=resource)
     tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(f"{base}/v1/traces", timeout=TIMEOUT_S)))
-    reader = PeriodicExportingMetricReader(OTLPMetricExporter(f"{base}/v1/metrics", timeout=TIMEOUT_S))
-    meters = MeterProvider(resource=resource, metric_readers=[reader])
+    readers: list[MetricReader] = []
+    if os.environ.get("OTEL_METRICS_EXPORTER") != "none":
+        exporter = OTLPMetricExporter(f"{base}/v1/metrics", timeout=TIMEOUT_S)
+        readers.append(PeriodicExportingMetricReader(exporter))
+    meters = MeterProvider(resource=resource, metric_readers=readers)
     tracer, meter = tracers.get_tracer(SCOPE), meters.get_meter(SCOPE)
     gauges: dict[str, Any] = {}  # OpenTelemetry's gauge has no public type
 

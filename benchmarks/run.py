@@ -13,7 +13,18 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-NAMES = ("collector", "convert", "gateway", "sdk", "controller", "engine", "samples", "packing", "training")
+NAMES = (
+    "collector",
+    "convert",
+    "gateway",
+    "rollouts",
+    "sdk",
+    "controller",
+    "engine",
+    "samples",
+    "packing",
+    "training",
+)
 
 
 def main() -> int:

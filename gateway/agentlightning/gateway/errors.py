@@ -22,8 +22,11 @@ class ApiError(Exception):
         self.code = code
         self.details = details
 
+    def content(self) -> dict[str, Any]:
+        return {"message": str(self), "code": self.code, **self.details}
+
     def body(self) -> bytes:
-        return orjson.dumps({"error": {"message": str(self), "code": self.code, **self.details}})
+        return orjson.dumps({"error": self.content()})
 
 
 class ModelError(Exception):

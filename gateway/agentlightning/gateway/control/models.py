@@ -35,6 +35,8 @@ __all__ = [
     "Release",
     "Released",
     "Removed",
+    "Reports",
+    "Results",
     "Revoked",
     "Reward",
     "Rewarded",
@@ -199,6 +201,33 @@ class Finished(Answer):
     state: State
     attempt: int
     will_retry: bool
+
+
+class Report(Finish):
+    rollout_id: Name
+
+
+class Reports(Request):
+    reports: Annotated[list[Report], Field(max_length=MAX_ITEMS)]
+
+
+class Refused(Answer):
+    message: str
+    code: str
+    attempt: int | None = None
+    state: State | None = None
+
+
+class Result(Answer):
+    rollout_id: str
+    finished: Finished | None = None
+    error: Refused | None = Field(
+        None, description="as the single request's error; the others are not touched"
+    )
+
+
+class Results(Answer):
+    results: list[Result] = Field(description="one for each report, in their order")
 
 
 class Reward(Request):

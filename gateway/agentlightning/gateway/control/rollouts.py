@@ -15,12 +15,14 @@ from agentlightning.gateway.control.operations import Call
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.outcomes import Report
+from agentlightning.gateway.outcomes import finish as outcomes_of
 
 __all__ = [
     "cancel",
     "claim",
     "enqueue",
     "finish",
+    "finish_many",
     "follow",
     "get_rollout",
     "heartbeat",
@@ -117,9 +119,32 @@ async def heartbeat(gateway: Gateway, call: Call[models.Heartbeat]) -> dict[str,
 
 async def finish(gateway: Gateway, call: Call[models.Finish]) -> dict[str, Any]:
     """Say how an attempt ended. A lost or infrastructure-failed one is tried again."""
-    rollout_id, asked = call.path["rollout_id"], call.asked
-    await gateway.live.settle(rollout_id, asked.attempt, SETTLE_SECONDS)
-    report = Report(
+    report = _report(call.path["rollout_id"], call.asked)
+    await gateway.live.settle(report.rollout_id, report.attempt, SETTLE_SECONDS)
+    answer, ended = await gateway.reports.add(report)
+    if ended is not None:
+        gateway.ended(ended)
+    return answer
+
+
+async def finish_many(gateway: Gateway, call: Call[models.Reports]) -> dict[str, Any]:
+    """Say how several attempts ended; each is as by itself."""
+    reports = [_report(asked.rollout_id, asked) for asked in call.asked.reports]
+    await asyncio.gather(*(gateway.live.settle(r.rollout_id, r.attempt, SETTLE_SECONDS) for r in reports))
+    outcomes = await gateway.database.write(outcomes_of, reports)
+    results: list[dict[str, Any]] = []
+    for report, outcome in zip(reports, outcomes, strict=True):
+        if isinstance(outcome, ApiError):
+            gateway.counters.add(outcome.code)
+            results.append({"rollout_id": report.rollout_id, "error": outcome.content()})
+        else:
+            results.append({"rollout_id": report.rollout_id, "finished": outcome[0]})
+    gateway.ended(*(o[1] for o in outcomes if not isinstance(o, ApiError) and o[1] is not None))
+    return {"results": results}
+
+
+def _report(rollout_id: str, asked: models.Finish) -> Report:
+    return Report(
         rollout_id,
         asked.attempt,
         asked.controller_id,
@@ -128,10 +153,6 @@ async def finish(gateway: Gateway, call: Call[models.Finish]) -> dict[str, Any]:
         asked.error,
         None if asked.output is None else _dump(asked.output),
     )
-    answer, ended = await gateway.reports.add(report)
-    if ended is not None:
-        gateway.ended(ended)
-    return answer
 
 
 async def cancel(gateway: Gateway, call: Call[models.Cancel]) -> dict[str, Any]:

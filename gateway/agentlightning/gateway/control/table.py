@@ -45,6 +45,14 @@ OPERATIONS: Final = (
     ),
     Operation(
         method="POST",
+        path="/api/rollouts/finish",
+        handler=rollouts.finish_many,
+        asks=models.Reports,
+        answer=models.Results,
+        roles=("controller",),
+    ),
+    Operation(
+        method="POST",
         path="/api/rollouts/cancel",
         handler=rollouts.cancel,
         asks=models.Cancel,

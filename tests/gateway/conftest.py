@@ -497,6 +497,25 @@ def start_gateway(
         gateway.stop()
 
 
+@pytest.fixture(scope="module")
+def start_shared(
+    tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink]
+) -> Iterator[Callable[..., Gateway]]:
+    """`start_shared(*options)` starts a gateway that the tests of a module share."""
+    started: list[Gateway] = []
+
+    def start(*options: str) -> Gateway:
+        folder = tmp_path_factory.mktemp("gateway")
+        options = ("--engine", _servers[0].url, *options)
+        started.append(Gateway(folder, _servers[1].url, list(options), tokens=True))
+        return started[-1]
+
+    yield start
+    for gateway in started:
+        assert gateway.stop() == 0, gateway.log()
+        assert "Traceback" not in gateway.log(), gateway.log()
+
+
 @pytest.fixture(scope="session")
 def _shared(
     tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink], database: NewDatabase

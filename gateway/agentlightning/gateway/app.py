@@ -68,7 +68,10 @@ def _route(path: str, endpoint: ASGIApp, *methods: str) -> Route:
 
 async def _not_found(request: Request, reason: Exception) -> Response:
     status = reason.status_code if isinstance(reason, HTTPException) else 404
-    error = ApiError(status, "unknown_path", f"{request.method} {request.url.path} is not served here.")
+    path = request.url.path
+    if path.startswith("/r/"):  # what follows is a token
+        path = "/r/…"
+    error = ApiError(status, "unknown_path", f"{request.method} {path} is not served here.")
     return Response(error.body(), status, media_type=http.JSON)
 
 

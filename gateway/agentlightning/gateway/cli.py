@@ -5,12 +5,14 @@ import asyncio
 import contextlib
 import gc
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
 import uvicorn
 
 from agentlightning.gateway.app import create_app
+from agentlightning.gateway.connections import Limits, guarded
 from agentlightning.gateway.gateway import Gateway
 from agentlightning.gateway.settings import Settings
 from agentlightning.proto.errors import ConfigError
@@ -51,7 +53,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--state", type=Path, required=True, metavar="DIR", help="folder of the database; made if absent")
-    add("--database", metavar="URL", help="SQLAlchemy URL, SQLite or PostgreSQL (default: DIR/gateway.db)")
+    add(
+        "--database",
+        metavar="URL",
+        help="postgresql://USER@HOST/NAME, which several gateways may share (its password: in ~/.pgpass or "
+        "PGPASSWORD), or sqlite:///FILE (default: DIR/gateway.db)",
+    )
+    add(
+        "--durability",
+        choices=["process", "power"],
+        default="process",
+        help="what is committed to SQLite outlives the death of the process (default), or a power cut, too: every "
+        "commit is then synced to disk",
+    )
     add("--collector", required=True, metavar="URL", help="the collector's OTLP/HTTP address")
     add("--collector-token-file", type=Path, metavar="FILE", help="file with the collector's token")
     add(
@@ -74,6 +88,8 @@ def _parser() -> argparse.ArgumentParser:
         default="required",
         help="what to do with an answer that the collector does not take: fail the call (default), or let it through and count",
     )
+    add("--tls-cert", type=Path, metavar="FILE", help="certificate chain (PEM): serve HTTPS only")
+    add("--tls-key", type=Path, metavar="FILE", help="its key (PEM)")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8080, help="port, 0 for a free one (default: %(default)s)")
     add(
@@ -82,6 +98,21 @@ def _parser() -> argparse.ArgumentParser:
         default=16,
         metavar="N",
         help="largest request body (default: %(default)s)",
+    )
+    add(
+        "--max-header-kib",
+        type=float,
+        default=64,
+        metavar="N",
+        help="largest request line and headers together (default: %(default)s)",
+    )
+    add(
+        "--client-timeout-s",
+        type=float,
+        default=60,
+        metavar="S",
+        help="how long a client may take to send its headers, to begin its body, and to read what it is sent "
+        "(default: %(default)s)",
     )
     add(
         "--engine-timeout-s",
@@ -119,12 +150,21 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace) -> int:
     setup_logging("gateway", options.log_level)
     require_token(options.host, options.token_file, "The gateway")
-    for name in ("max_body_mib", "engine_timeout_s", "engine_wait_s", "collector_timeout_s", "token_ttl_s"):
+    for name in (
+        "max_body_mib",
+        "max_header_kib",
+        "client_timeout_s",
+        "engine_timeout_s",
+        "engine_wait_s",
+        "collector_timeout_s",
+        "token_ttl_s",
+    ):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above zero.")
     for url in (options.collector, *(url for _, url in map(_engine, options.engine))):
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"The address {url!r} must begin with http:// or https://.")
+    _check_certificate(options.tls_cert, options.tls_key)
     settings = Settings(
         state=options.state,
         database=options.database,
@@ -135,6 +175,11 @@ def _run(options: argparse.Namespace) -> int:
         engines=[_engine(text) for text in options.engine],
         engine_token_file=options.engine_token_file,
         max_body_bytes=int(options.max_body_mib * (1 << 20)),
+        max_header_bytes=int(options.max_header_kib * (1 << 10)),
+        client_timeout_s=options.client_timeout_s,
+        tls_cert=options.tls_cert,
+        tls_key=options.tls_key,
+        durability=options.durability,
         engine_timeout_s=options.engine_timeout_s,
         engine_wait_s=options.engine_wait_s,
         collector_timeout_s=options.collector_timeout_s,
@@ -166,6 +211,18 @@ def _engine(text: str) -> tuple[str, str]:
         raise ConfigError(str(error)) from None
 
 
+def _check_certificate(cert: Path | None, key: Path | None) -> None:
+    if (cert is None) != (key is None):
+        raise ConfigError("--tls-cert and --tls-key are needed together.")
+    if cert is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key, password="")
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"The certificate {cert} with the key {key} cannot be used: {error.strerror or error}."
+            ) from None
+
+
 @contextlib.contextmanager
 def _listen(host: str, port: int) -> Iterator[socket.socket]:
     try:
@@ -185,7 +242,11 @@ async def _serve(settings: Settings, listener: socket.socket, ready_file: Path |
         server = _Server(
             uvicorn.Config(
                 create_app(gateway),
-                http="httptools",
+                http=guarded(
+                    Limits(settings.max_header_bytes, settings.client_timeout_s, gateway.counters.add)
+                ),
+                ssl_certfile=settings.tls_cert,
+                ssl_keyfile=None if settings.tls_key is None else str(settings.tls_key),
                 lifespan="off",
                 access_log=False,  # it would hold rollout tokens given as a path
                 log_config=None,
@@ -196,6 +257,7 @@ async def _serve(settings: Settings, listener: socket.socket, ready_file: Path |
             )
         )
         host, port = listener.getsockname()[:2]
+        scheme = "http" if settings.tls_cert is None else "https"
         address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
         async def stop_server() -> None:
@@ -209,7 +271,7 @@ async def _serve(settings: Settings, listener: socket.socket, ready_file: Path |
         # Answers are trees of thousands of small objects: looking through them for cycles would cost more than parsing.
         gc.freeze()
         gc.set_threshold(100_000, 20, 20)
-        server.when_started = lambda: write_ready(ready_file, {"http": f"http://{address}"})
+        server.when_started = lambda: write_ready(ready_file, {"http": f"{scheme}://{address}"})
         stopper = asyncio.ensure_future(stop_server())
         await server.serve(sockets=[listener])
         stopper.cancel()

@@ -97,7 +97,9 @@ class Gateway:
     async def open(cls, settings: Settings) -> AsyncIterator["Gateway"]:
         """A gateway that works; it stops when the block ends."""
         database = (
-            Database(settings.database) if settings.database is not None else Database.at(settings.state)
+            Database.at(settings.state, durability=settings.durability)
+            if settings.database is None
+            else Database(settings.database, durability=settings.durability)
         )
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_SECONDS)
         async with aiohttp.ClientSession(

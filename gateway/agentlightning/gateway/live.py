@@ -57,6 +57,12 @@ class Live:
         if found is not None and found.calls:
             await asyncio.wait([call.settled for call in found.calls], timeout=timeout)
 
+    async def revoked(self, rollout_id: str, attempt: int) -> bool:
+        """Whether the attempt's token was revoked; one of an attempt that ended was not."""
+        if (rollout_id, attempt) in self._attempts:
+            return False
+        return await self._database.read(_revoked, rollout_id, attempt)
+
     def keys(self) -> list[tuple[str, int]]:
         """The attempts that are known here."""
         return list(self._attempts)
@@ -66,6 +72,12 @@ class Live:
         found = self._attempts.pop((rollout_id, attempt), None)
         for call in list(found.calls) if found is not None else ():
             call.interrupt("attempt_ended")
+
+
+def _revoked(connection: Connection, rollout_id: str, attempt: int) -> bool:
+    query = select(rollouts.c.revoked).where(rollouts.c.rollout_id == rollout_id)
+    row = connection.execute(query).first()
+    return row is not None and row[0] >= attempt
 
 
 def _running(connection: Connection, rollout_id: str, attempt: int) -> tuple[str | None] | None:

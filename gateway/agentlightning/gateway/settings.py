@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from agentlightning.gateway.database import Durability
+
 __all__ = ["Capture", "Settings"]
 
 Capture = Literal["required", "best_effort"]
@@ -23,6 +25,12 @@ class Settings:
     """(policy, url)"""
     engine_token_file: Path | None = None
     max_body_bytes: int = 16 << 20
+    max_header_bytes: int = 64 << 10
+    client_timeout_s: float = 60.0
+    """How long a client may take to send its headers, to begin its body, and to read what it is sent."""
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    durability: Durability = "process"
     collector_timeout_s: float = 10.0
     """How long a call's span may wait for its acknowledgement."""
     engine_timeout_s: float = 600.0

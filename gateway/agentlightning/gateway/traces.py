@@ -62,6 +62,8 @@ class TracesEndpoint:
             claims = gateway.signer.verify(token)
         except Denied as error:
             return await self._refuse(send, 401, error.code, str(error))
+        if await gateway.live.revoked(claims.rollout_id, claims.attempt):
+            return await self._refuse(send, 403, "token_revoked", "This token was revoked.")
         content_type = (http.header(scope, b"content-type") or "").partition(";")[0].strip().lower()
         if content_type != PROTOBUF:
             return await self._refuse(

@@ -521,7 +521,17 @@ def _shared(
     tmp_path_factory: pytest.TempPathFactory, _servers: tuple[Engine, Sink], database: NewDatabase
 ) -> Iterator[Gateway]:
     folder = tmp_path_factory.mktemp("gateway")
-    options = [*database(), "--engine", _servers[0].url, "--collector-timeout-s", "2", "--max-body-mib", "1"]
+    options = [
+        *database(),
+        "--engine-failures",
+        "1000",
+        "--engine",
+        _servers[0].url,
+        "--collector-timeout-s",
+        "2",
+        "--max-body-mib",
+        "1",
+    ]
     gateway = Gateway(folder, _servers[1].url, options, tokens=True)
     yield gateway
     code = gateway.stop()

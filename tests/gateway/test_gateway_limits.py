@@ -47,7 +47,11 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
         (b"", b"", "slow_headers_dropped"),  # connects, and says nothing
         (HEAD, b"x-a: b\r\n", "slow_headers_dropped"),  # headers for ever
         (HEAD + b"content-length: 100000\r\n\r\n", b"x", "slow_body_dropped"),  # a body, byte by byte
-        (b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD[:9], b"", "slow_headers_dropped"),  # a second request
+        (
+            b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" + HEAD[:9],
+            b"",
+            "slow_headers_dropped",
+        ),  # a second request
     ],
 )
 def test_a_client_that_sends_too_slowly_is_dropped_and_counted(strict, begun, dripped, counter):
@@ -82,6 +86,7 @@ def test_a_client_that_does_not_read_its_answer_is_dropped(strict, until):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.sendall(request * 8)
         until(lambda: strict.counters().get("slow_reader_dropped"))
+    strict.ask("POST", "/api/rollouts/cancel", {"run_id": "run"})
 
 
 def test_an_idle_connection_between_requests_is_kept(strict):
@@ -174,7 +179,7 @@ def test_tls_serves_https_and_nothing_else(start_gateway, tmp_path, certificate)
 
 
 def test_a_certificate_that_cannot_be_used_is_one_clear_sentence(tmp_path, capsys, certificate):
-    cert, key = certificate
+    cert, _ = certificate
     base = ["--state", str(tmp_path / "state"), "--collector", "http://127.0.0.1:1", "--port", "0"]
     for options, sentence in (
         (["--tls-cert", str(cert)], "needed together"),
@@ -194,5 +199,7 @@ def certificate(tmp_path_factory: Any) -> tuple[Any, Any]:
     cert, key = folder / "cert.pem", folder / "key.pem"
     make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
     make += ["-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"]
-    subprocess.run([*make, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, env=os.environ)
+    subprocess.run(
+        [*make, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True, env=os.environ
+    )
     return cert, key

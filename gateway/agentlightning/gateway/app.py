@@ -146,6 +146,10 @@ class _Snapshot:
         well = GaugeMetricFamily(
             "agentlightning_gateway_engine_up", "1 for an engine that is well.", labels=["engine"]
         )
+        breakers = GaugeMetricFamily(
+            "agentlightning_gateway_engine_breaker", "1 for the state it is in.", labels=["engine", "state"]
+        )
         for engine in self._gateway.engines:
             well.add_metric([engine.engine_id], int(engine.reason is None))
-        return [events, rows, flight, held, well]
+            breakers.add_metric([engine.engine_id, engine.breaker.state], 1)
+        return [events, rows, flight, held, well, breakers]

@@ -122,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
         help="how long an engine may be silent (default: %(default)s)",
     )
     add(
+        "--engine-failures",
+        type=int,
+        default=5,
+        metavar="N",
+        help="failed calls in a row after which an engine gets none for a while (default: %(default)s)",
+    )
+    add(
         "--engine-wait-s",
         type=float,
         default=30,
@@ -155,6 +162,7 @@ def _run(options: argparse.Namespace) -> int:
         "max_header_kib",
         "client_timeout_s",
         "engine_timeout_s",
+        "engine_failures",
         "engine_wait_s",
         "collector_timeout_s",
         "token_ttl_s",
@@ -181,6 +189,7 @@ def _run(options: argparse.Namespace) -> int:
         tls_key=options.tls_key,
         durability=options.durability,
         engine_timeout_s=options.engine_timeout_s,
+        engine_failures=options.engine_failures,
         engine_wait_s=options.engine_wait_s,
         collector_timeout_s=options.collector_timeout_s,
         token_ttl_s=options.token_ttl_s,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 __all__ = ["Limits", "guarded"]
 
@@ -45,6 +45,8 @@ class _Guarded(HttpToolsProtocol):
         self._body_began = 0.0
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
+        self._served: list[RequestResponseCycle] = []
+        """The request whose answer is being made; with pipelining it is not the newest."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -52,6 +54,7 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_reading()
+        self._disconnect()
         self.resume_writing()
         super().connection_lost(exc)
 
@@ -63,6 +66,11 @@ class _Guarded(HttpToolsProtocol):
         super().data_received(data)
         if self._head is not None and self._head > self.limits.header_bytes:
             self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._reading is None:  # it came in one piece with the end of another request
+            self._expect_head()
 
     def on_headers_complete(self) -> None:
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -101,6 +109,17 @@ class _Guarded(HttpToolsProtocol):
             self._writing = None
         super().resume_writing()
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._served = [cycle]
+        super()._start_asgi_task(cycle, app)
+
+    def _disconnect(self) -> None:
+        """Let the request that is being served know: uvicorn would tell the newest only."""
+        for cycle in self._served:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
+
     def _idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
@@ -134,4 +153,5 @@ class _Guarded(HttpToolsProtocol):
 
     def _drop(self, name: str) -> None:
         self.limits.count(name)
+        self._disconnect()
         self.transport.abort()

@@ -4,6 +4,8 @@ An engine that fails is set aside, with the reason, until a probe finds it well 
 """
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,20 +17,28 @@ import aiohttp
 import orjson
 from sqlalchemy import Connection, select
 
+from agentlightning.gateway.breaker import Breaker
 from agentlightning.gateway.database import Database, upsert
-from agentlightning.gateway.errors import ApiError
+from agentlightning.gateway.errors import ApiError, ModelError
 from agentlightning.gateway.tables import engines
 from agentlightning.proto.errors import ConfigError
 from agentlightning.proto.process import read_token
 
-__all__ = ["Engine", "Engines"]
+__all__ = ["Declined", "Engine", "Engines"]
 
 logger = logging.getLogger(__name__)
 PROBE_SECONDS: Final = 2.0
 PROBE_SECONDS_ILL: Final = 0.5
 PROBE_TIMEOUT: Final = aiohttp.ClientTimeout(total=10)
+FAILURES: Final = 5
+SLACK: Final = 4
+"""Calls more than the least busy engine has, with which an engine still keeps its rollouts."""
 PATIENCE: Final = 3
 """Probes in a row that may time out: an engine on a loaded machine is slow, not gone."""
+
+
+class Declined(Exception):
+    """An engine did not take a call: it is busy, or away. Nothing was sampled, so another may be asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +59,14 @@ class Engine:
     timeouts: int = 0
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     """What the engine wants of its callers; read anew with every probe."""
+    breaker: Breaker = field(default_factory=lambda: Breaker(FAILURES))
+
+    @property
+    def trouble(self) -> str | None:
+        """Why no call is sent to it now; None if one may be."""
+        if self.reason is None and self.model is None:
+            return "its model's name is not known yet"
+        return self.reason or self.breaker.why
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -61,20 +79,22 @@ class Engine:
             "model_version": self.model_version,
             "in_flight": self.in_flight,
             "probed": self.probed,
+            "breaker": self.breaker.describe(),
         }
 
 
 class Engines:
     """The engines of this gateway."""
 
-    def __init__(self, database: Database, session: aiohttp.ClientSession) -> None:
+    def __init__(self, database: Database, session: aiohttp.ClientSession, failures: int = FAILURES) -> None:
         self._database = database
         self._session = session
+        self._failures = failures
         self._engines: dict[str, Engine] = {}
 
     async def load(self) -> None:
         for row in await self._database.read(_rows):
-            self._engines[row["engine_id"]] = Engine(**row)
+            self._engines[row["engine_id"]] = self._make(**row)
 
     def refresh(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Take over what another gateway registered or removed; new engines are probed soon."""
@@ -88,10 +108,10 @@ class Engines:
                 engine.url,
                 engine.token_file,
             ):
-                self._engines[engine_id] = Engine(**row)
+                self._engines[engine_id] = self._make(**row)
         for engine_id, row in known.items():
             if engine_id not in self._engines:
-                self._engines[engine_id] = Engine(**row)
+                self._engines[engine_id] = self._make(**row)
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._engines.values()))
@@ -100,9 +120,44 @@ class Engines:
         return [engine for engine in self._engines.values() if engine.policy == policy]
 
     def choose(self, policy: str, affinity: str, *, without: set[str]) -> Engine | None:
-        """The engine with least in flight; among equals always the same for one rollout, for its prefix cache."""
-        well = [e for e in self.of(policy) if e.reason is None and e.model and e.engine_id not in without]
-        return min(well, key=lambda e: (e.in_flight, hash((affinity, e.engine_id))), default=None)
+        """The engine that a rollout always gets, for its prefix cache, unless it has clearly more in flight than the
+        least busy one. The same at every gateway, and moved for few rollouts when an engine comes or goes."""
+        well = [e for e in self.of(policy) if e.trouble is None and e.engine_id not in without]
+        least = min((e.in_flight for e in well), default=0)
+        near = [e for e in well if e.in_flight <= least + SLACK]
+        return max(near, key=lambda e: _weight(affinity, e.engine_id), default=None)
+
+    @contextlib.contextmanager
+    def use(self, engine: Engine) -> Iterator[None]:
+        """Around a call: counts it, and lets the engine's breaker know how it ended."""
+        breaker = engine.breaker
+        breaker.begin()
+        engine.in_flight += 1
+        try:
+            yield
+        except Declined:
+            breaker.left()
+            raise
+        except ModelError as error:
+            if not error.fault:  # refused for what was asked: an answer
+                breaker.succeeded()
+            elif breaker.failed(str(error)):
+                self._say_opened(engine)
+            raise
+        except Exception as error:  # an answer that cannot be read
+            if breaker.failed(str(error) or type(error).__name__):
+                self._say_opened(engine)
+            raise
+        except BaseException:
+            breaker.left()
+            raise
+        else:
+            breaker.succeeded()
+        finally:
+            engine.in_flight -= 1
+
+    def _say_opened(self, engine: Engine) -> None:
+        logger.warning("engine %s (%s) is %s", engine.engine_id, engine.url, engine.breaker.why)
 
     async def put(
         self,
@@ -124,12 +179,15 @@ class Engines:
             except ConfigError as error:
                 raise ApiError(400, "bad_request", str(error)) from None
         url = url.rstrip("/").removesuffix("/v1")
-        engine = Engine(engine_id, policy, url, model, token_file)
+        engine = self._make(engine_id=engine_id, policy=policy, url=url, model=model, token_file=token_file)
         row = {"engine_id": engine_id, "policy": policy, "url": url, "model": model, "token_file": token_file}
         await self._database.write(upsert, engines, [row])
         self._engines[engine_id] = engine
         await self.probe(engine)
         return engine
+
+    def _make(self, **row: Any) -> Engine:
+        return Engine(**row, breaker=Breaker(self._failures))
 
     async def remove(self, engine_id: str) -> None:
         """Calls that are on it end; no further one begins."""
@@ -199,6 +257,10 @@ class Engines:
             logger.info("engine %s (%s) serves %s", engine.engine_id, engine.url, engine.policy)
         else:
             logger.warning("engine %s (%s) is set aside: %s", engine.engine_id, engine.url, engine.reason)
+
+
+def _weight(affinity: str, engine_id: str) -> bytes:
+    return hashlib.blake2b(f"{affinity} {engine_id}".encode(), digest_size=8).digest()
 
 
 def _rows(connection: Connection) -> list[Any]:

@@ -76,7 +76,7 @@ class Gateway:
         self.reports = Gathering(database, outcomes.finish)
         self.live = Live(database)
         self.policies = Policies(database, self.counters.add)
-        self.engines = Engines(database, session)
+        self.engines = Engines(database, session, settings.engine_failures)
         self.replays = Replays()
         self.replicas = Replicas(database, self.boot_id, self.policies, self.engines, self.live)
         self.recollections = Recollections()

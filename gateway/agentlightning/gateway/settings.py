@@ -35,6 +35,8 @@ class Settings:
     """How long a call's span may wait for its acknowledgement."""
     engine_timeout_s: float = 600.0
     """How long an engine may be silent in the middle of a call."""
+    engine_failures: int = 5
+    """Failed calls in a row after which an engine gets none for a while."""
     engine_wait_s: float = 30.0
     """How long a call waits for an engine when all of its policy's are away."""
     token_ttl_s: float = 86_400.0

@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from agentlightning.gateway import http
-from agentlightning.gateway.engines import Engine
+from agentlightning.gateway.engines import Declined, Engine
 from agentlightning.gateway.errors import ModelError
 from agentlightning.gateway.policies import Policy
 from agentlightning.gateway.rules import Json
@@ -30,10 +30,6 @@ _REFUSALS: Final = frozenset({400, 413, 422})
 _TRY_ANOTHER: Final = frozenset({429, 503})
 
 T = TypeVar("T")
-
-
-class _Declined(Exception):
-    """This engine did not take the call; nothing was sampled, so another may be asked."""
 
 
 async def pass_gate(
@@ -89,7 +85,7 @@ async def ask_engines(
                 asked.clear()
                 await asyncio.sleep(ENGINE_PAUSE)
                 continue
-            ill = {e.engine_id: e.reason for e in registered if e.reason}
+            ill = {e.engine_id: e.trouble for e in registered if e.trouble}
             reasons = "; ".join(f"{name}: {reason}" for name, reason in {**ill, **asked}.items())
             raise ModelError(
                 503,
@@ -98,14 +94,12 @@ async def ask_engines(
                 fault=True,
                 retry_after=1,
             )
-        engine.in_flight += 1
         try:
-            return await _ask(gateway, engine, path, body_for(engine), take)
-        except _Declined as declined:
+            with gateway.engines.use(engine):
+                return await _ask(gateway, engine, path, body_for(engine), take)
+        except Declined as declined:
             gateway.counters.add("engine_declined", run_id)
             asked[engine.engine_id] = str(declined)
-        finally:
-            engine.in_flight -= 1
 
 
 async def _ask(
@@ -120,6 +114,7 @@ async def _ask(
             engine.url + path,
             data=orjson.dumps(body),
             headers={"content-type": http.JSON, **engine.headers},
+            allow_redirects=False,  # nobody but the admin says where calls go
             timeout=gateway.engine_timeout,
         ) as response:
             if response.status != 200:
@@ -129,7 +124,7 @@ async def _ask(
         raise ModelError(504, "engine_timeout", "The engine did not answer in time.", fault=True) from None
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
         gateway.engines.set_aside(engine, f"{type(error).__name__}: {error}")
-        raise _Declined("cannot be reached") from None
+        raise Declined("cannot be reached") from None
     except (aiohttp.ClientError, OSError) as error:
         raise ModelError(
             502,
@@ -157,7 +152,7 @@ def _refusal(status: int, content: bytes) -> Exception:
             param=param if isinstance(param, str) else None,
         )
     if status in _TRY_ANOTHER:
-        return _Declined(f"answered {status}: {message}")
+        return Declined(f"answered {status}: {message}")
     return ModelError(
         502, "engine_failed", f"The engine answered {status}: {message}", fault=True, retry_after=1
     )

@@ -348,6 +348,12 @@ class Engine(Request):
     )
 
 
+class BreakerState(Answer):
+    state: Literal["closed", "open", "half_open"]
+    failures: int = Field(description="in a row, until now")
+    reason: str | None
+
+
 class EngineRow(Answer):
     engine_id: str
     policy: str
@@ -358,6 +364,7 @@ class EngineRow(Answer):
     model_version: int | None
     in_flight: int
     probed: float | None
+    breaker: BreakerState
 
 
 class EngineRows(Answer):

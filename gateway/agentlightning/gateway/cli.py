@@ -149,6 +149,20 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         help="life of a rollout's token (default: %(default)s)",
     )
+    add(
+        "--keep-days",
+        type=float,
+        default=30,
+        metavar="D",
+        help="forget ended rollouts of a run to which nothing was added for so long; 0: never (default: %(default)s)",
+    )
+    add(
+        "--keep-rollouts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep so many ended rollouts of runs that are idle, the newest runs'; 0: all (default)",
+    )
     add("--ready-file", type=Path, metavar="PATH", help="written when serving: process id and addresses")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser
@@ -169,6 +183,8 @@ def _run(options: argparse.Namespace) -> int:
     ):
         if not getattr(options, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above zero.")
+    if options.keep_days < 0 or options.keep_rollouts < 0:
+        raise ConfigError("--keep-days and --keep-rollouts must be zero or above.")
     for url in (options.collector, *(url for _, url in map(_engine, options.engine))):
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"The address {url!r} must begin with http:// or https://.")
@@ -193,6 +209,8 @@ def _run(options: argparse.Namespace) -> int:
         engine_wait_s=options.engine_wait_s,
         collector_timeout_s=options.collector_timeout_s,
         token_ttl_s=options.token_ttl_s,
+        keep_days=options.keep_days,
+        keep_rollouts=options.keep_rollouts,
     )
     with (
         _listen(options.host, options.port) as listener,

@@ -22,6 +22,7 @@ from agentlightning.gateway.outbox import Outbox
 from agentlightning.gateway.policies import Policies
 from agentlightning.gateway.replays import Replays
 from agentlightning.gateway.replicas import Replicas
+from agentlightning.gateway.retention import Keep, Retention
 from agentlightning.gateway.settings import Settings
 from agentlightning.gateway.tokens import Claims, Roles, Signer, signing_key
 from agentlightning.proto.ids import new_id
@@ -80,6 +81,10 @@ class Gateway:
         self.replays = Replays()
         self.replicas = Replicas(database, self.boot_id, self.policies, self.engines, self.live)
         self.recollections = Recollections()
+        keep = Keep(
+            settings.keep_days * 86_400 if settings.keep_days else None, settings.keep_rollouts or None
+        )
+        self.retention = Retention(database, keep, self.counters.add)
         self.queued = Signal()
         self.finished = Signal()
         self.outbox = Outbox(database, self.boot_id, self.exporter, self.counters.add, self.finished.fire)
@@ -116,6 +121,7 @@ class Gateway:
                         gateway.outbox.run(),
                         gateway.engines.run(),
                         gateway.replicas.run(),
+                        gateway.retention.run(),
                         gateway._sweep(),
                     )
                 ]

@@ -43,5 +43,9 @@ class Settings:
     """How long a rollout token is valid, at most; it ends with its attempt anyhow."""
     keep_alive_s: float = 5.0
     """Between comments to a stream that waits."""
+    keep_days: float = 30.0
+    """How long ended rollouts of idle runs are kept; 0: for ever."""
+    keep_rollouts: int = 0
+    """How many ended rollouts of idle runs are kept; 0: all."""
     lease_grace_s: float = 30.0
     """What running leases get at least after a restart."""

@@ -8,6 +8,7 @@ from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -93,11 +94,11 @@ class Forest:
             self._leave_out(call, reason)
         assert call.prompt_ids is not None
         assert call.response_ids is not None
-        prompt = _bytes(call.prompt_ids)
-        end = prompt + _bytes(call.response_ids)
-        chain, joint = self._longest_end(prompt)
+        prompt = len(call.prompt_ids) * INT32.itemsize
+        end = b"".join((_packed(call.prompt_ids), _packed(call.response_ids)))
+        chain, joint = self._longest_end(end, prompt)
         if chain is None:
-            chain = Chain(self._reason(call, prompt, joint), [], b"")
+            chain = Chain(self._reason(call, end[:prompt], joint), [], b"")
             self.chains.append(chain)
             self.chains_of.setdefault(call.agent, []).append(chain)
             self.counts.breaks[chain.reason] += 1
@@ -108,7 +109,7 @@ class Forest:
             self.ends[length] = {}
             insort(self.lengths, length)
         self.ends[length].setdefault(end[-TAIL:], []).append((chain, end))
-        self.whole.append((len(prompt), end))
+        self.whole.append((prompt, end))
 
     def trained(self, chain: Chain) -> list[Call]:
         """The calls of a chain whose tokens are to be trained; the others are context."""
@@ -139,13 +140,16 @@ class Forest:
             return "logprobs_not_finite"
         return None
 
-    def _longest_end(self, prompt: bytes) -> tuple[Chain | None, bool]:
-        """The open chain with the longest end that begins the prompt; and whether any end, open or not, does."""
+    def _longest_end(self, whole: bytes, prompt: int) -> tuple[Chain | None, bool]:
+        """The open chain with the longest end that begins the prompt; and whether any end, open or not, does.
+
+        `whole` is prompt and response, the first `prompt` bytes of it the prompt.
+        """
         joint = False
-        for i in range(bisect_right(self.lengths, len(prompt)) - 1, -1, -1):
+        for i in range(bisect_right(self.lengths, prompt) - 1, -1, -1):
             length = self.lengths[i]
-            for chain, end in self.ends[length].get(prompt[max(0, length - TAIL) : length], ()):
-                if prompt.startswith(end):
+            for chain, end in self.ends[length].get(whole[max(0, length - TAIL) : length], ()):
+                if whole.startswith(end):
                     if chain.end is end:  # nothing has extended it
                         return chain, True
                     joint = True
@@ -166,8 +170,9 @@ class Forest:
         self.counts.tokens_left_out[reason] += 0 if call.response_ids is None else len(call.response_ids)
 
 
-def _bytes(ids: Ints) -> bytes:
-    return ids.tobytes() if ids.dtype == INT32 else ids.astype(INT32).tobytes()
+def _packed(ids: Ints) -> Any:
+    """As the bytes of a chain hold them: a buffer (mypy knows arrays as buffers from Python 3.12 on)."""
+    return np.ascontiguousarray(ids, INT32) if ids.dtype != INT32 or not ids.flags.c_contiguous else ids
 
 
 def _order(call: Call) -> tuple[int, str]:

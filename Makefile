@@ -3,6 +3,7 @@
 # make bench        run all benchmarks (after make quickstart)
 # make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
 # make bench-gateway     the gateway beside other proxies (the same)
+# make torture-gateway   kill the gateway 200 times under load, and check every promise (a quarter of an hour)
 # make lock         resolve requirements/all.lock anew
 # make generate     write generated code and pages anew
 
@@ -11,7 +12,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check unit lock bench bench-collector bench-gateway generate clean
+.PHONY: quickstart test check unit lock bench bench-collector bench-gateway torture-gateway generate clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/agl quickstart
@@ -48,6 +49,9 @@ bench-collector: $(INSTALLED)
 
 bench-gateway: $(INSTALLED)
 	$(BIN)/python benchmarks/gateway_peers.py
+
+torture-gateway: $(INSTALLED)
+	TORTURE_KILLS=200 TORTURE_OUTAGE_S=30 $(BIN)/python -m pytest tests/gateway/test_gateway_chaos.py -s
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

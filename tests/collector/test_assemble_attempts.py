@@ -162,6 +162,19 @@ def test_an_aborted_call_keeps_the_ids_it_got_and_is_not_in_the_ledger() -> None
     assert (made.rollout["calls_stored"], made.rollout["calls_expected"]) == (0, 0)
 
 
+def test_a_call_whose_answer_nobody_got_is_kept_as_such_and_counted() -> None:
+    calls = [spans.gateway_call("r", n) for n in range(3)]
+    answered = [ids.call_id("r", 0, str(n)) for n in (0, 2)]
+    made = attempt(*calls, spans.rollout_span("r", 2, **{names.CALLS_ANSWERED: answered}))
+    assert [row["error"] for row in made.transitions] == [None, "unanswered", None]
+    assert (made.rollout["calls_stored"], made.rollout["calls_expected"]) == (2, 2)
+    assert made.counters["unanswered"] == 1
+    none = attempt(*calls, spans.rollout_span("r", 0, **{names.CALLS_ANSWERED: []}))
+    assert (none.rollout["calls_stored"], none.counters["unanswered"]) == (0, 3)
+    silent = attempt(*calls, spans.rollout_span("r", 3))  # an older gateway does not say
+    assert (silent.rollout["calls_stored"], silent.counters["unanswered"]) == (3, 0)
+
+
 def test_calls_are_counted_as_the_gateways_ledger_counts_them() -> None:
     pieces = [spans.gateway_call("r", n) for n in range(3)]
     assert calls_stored(decode(*pieces, pieces[0], sdk_call(2))) == 3

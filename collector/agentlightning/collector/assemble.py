@@ -21,6 +21,9 @@ from agentlightning.proto.ids import rollout_span_id
 
 __all__ = ["Assembled", "assemble", "calls_stored", "is_rollout_span"]
 
+UNANSWERED: Final = "unanswered"
+"""The error of a call that was recorded, but whose answer the agent never got: the gateway was killed between the two, or
+did not hear that it was recorded."""
 _IDENTITY: Final = {
     "run_id": names.RUN_ID,
     "group_id": names.GROUP_ID,
@@ -89,6 +92,12 @@ def assemble(
     counters["late"] = late
     if any(span.trace_id == rollout_id for span in unique):  # the attempt is a trace, or several
         counters["without_rollout"] = len(unique)
+    answered = _answered(rollout_id, attempt, unique)
+    for call in joined:
+        recorded = call.truth.error is None and is_gateway_call(call.truth.span)
+        if answered is not None and recorded and call.truth.call_id not in answered:
+            call.truth.error = UNANSWERED
+            counters["unanswered"] += 1
     counters["dropped_attributes"] = sum(span.dropped_attributes for span in unique)
 
     identity = _identity(rollout_id, attempt, unique)
@@ -100,7 +109,7 @@ def assemble(
         **_outcome(rollout_id, attempt, unique),
         "reward": rewards.get(names.DEFAULT_REWARD),
         "rewards": sorted(rewards.items()),
-        "calls_stored": _calls_stored(unique, joined),
+        "calls_stored": _calls_stored(unique, joined) - counters["unanswered"],
     }
     if rollout["calls_expected"] is None:
         rollout["calls_expected"] = calls_expected
@@ -141,11 +150,22 @@ def _identity(rollout_id: str, attempt: int, spans: list[Span]) -> dict[str, Any
     return identity
 
 
-def _outcome(rollout_id: str, attempt: int, spans: list[Span]) -> dict[str, Any]:
-    """How the attempt ended, as the gateway's rollout span says; all null if there is none."""
+def _answered(rollout_id: str, attempt: int, spans: list[Span]) -> frozenset[str] | None:
+    """The calls whose answers the agent got, by the gateway's ledger; None if it does not say."""
+    last = _rollout_span(rollout_id, attempt, spans)
+    found = None if last is None else last.attributes.get(names.CALLS_ANSWERED)
+    return frozenset(map(str, found)) if isinstance(found, list | tuple) else None
+
+
+def _rollout_span(rollout_id: str, attempt: int, spans: list[Span]) -> Span | None:
     ended = [span for span in spans if is_rollout_span(span)]
     expected_id = rollout_span_id(rollout_id, attempt)
-    last = max(ended, key=lambda span: (span.span_id == expected_id, span.end_ns, key_of(span)), default=None)
+    return max(ended, key=lambda span: (span.span_id == expected_id, span.end_ns, key_of(span)), default=None)
+
+
+def _outcome(rollout_id: str, attempt: int, spans: list[Span]) -> dict[str, Any]:
+    """How the attempt ended, as the gateway's rollout span says; all null if there is none."""
+    last = _rollout_span(rollout_id, attempt, spans)
     attributes = last.attributes if last is not None else {}
     starts = [span.start_ns for span in spans if span.start_ns and span.signal == "span"]
     ends = [span.end_ns for span in spans if span.end_ns and span.signal == "span"]

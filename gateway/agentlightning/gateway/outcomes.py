@@ -275,7 +275,7 @@ def _post_spans(
             cause=ended.cause,
             error=ended.error,
             task_input=row["input"],
-            calls_expected=sum(call.error is None for call in made[outcome.key]),
+            calls_answered=sorted(call.call_id for call in made[outcome.key] if call.error is None),
             started=row["started"],
             ended=now,
         )

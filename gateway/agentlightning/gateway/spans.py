@@ -82,7 +82,7 @@ def rollout_span(
     cause: str | None,
     error: str | None,
     task_input: str,
-    calls_expected: int,
+    calls_answered: Sequence[str],
     started: float,
     ended: float,
 ) -> Span:
@@ -94,7 +94,8 @@ def rollout_span(
     if error is not None:
         attributes[names.ROLLOUT_ERROR] = error
     attributes[names.TASK_INPUT] = task_input
-    attributes[names.CALLS_EXPECTED] = calls_expected
+    attributes[names.CALLS_EXPECTED] = len(calls_answered)
+    attributes[names.CALLS_ANSWERED] = calls_answered
     span = make_span(
         name=names.ROLLOUT_SPAN_NAME,
         trace_id=ids.derived_trace_id(identity.rollout_id, identity.attempt),

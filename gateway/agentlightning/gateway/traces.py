@@ -41,6 +41,7 @@ RESERVED: Final = frozenset(
         names.ROLLOUT_CAUSE,
         names.ROLLOUT_ERROR,
         names.CALLS_EXPECTED,
+        names.CALLS_ANSWERED,
     }
 )
 

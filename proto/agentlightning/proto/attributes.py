@@ -48,6 +48,9 @@ ROLLOUT_CAUSE: Final = "agentlightning.rollout.cause"
 ROLLOUT_ERROR: Final = "agentlightning.rollout.error"
 TASK_INPUT: Final = "agentlightning.task.input"
 CALLS_EXPECTED: Final = "agentlightning.calls.expected"
+CALLS_ANSWERED: Final = "agentlightning.calls.answered"
+"""Ids of the calls whose answers the agent got, by the gateway's ledger (string array): a recorded call that is not among
+them was never handed over."""
 
 # OpenTelemetry GenAI.
 OPERATION_NAME: Final = "gen_ai.operation.name"

@@ -82,6 +82,9 @@ PROGRAMS: dict[str, dict[str, dict[str, Callable[[Row], bool]]]] = {
         "langgraph__genai_langchain+genai_openai": dict.fromkeys(AGENTS, everywhere),
         "langgraph__genai_openai": dict.fromkeys((*AGENTS, "error"), everywhere),
     },
+    # LangSmith's own export, by its package; and the flattened messages of an old OpenLLMetry, by its.
+    "langgraph-team__oi_langchain": {"langgraph-team__langsmith-0.15.1-otel": {}},
+    "openai-tools__genai_openai": {"openai-tools__openllmetry-0.40.14-flattened": {"error": everywhere}},
     "autogen__builtin+genai_openai": {
         "autogen__builtin+tl_openai": {},
         "autogen__builtin+oi_openai": {},

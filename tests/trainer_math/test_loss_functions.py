@@ -61,7 +61,7 @@ def test_gradients_agree_with_finite_differences(name: str) -> None:
 def test_gradients_of_whole_losses_agree_with_differences_of_what_they_descend(kind: LossKind) -> None:
     """What each kind promises to descend, with its frozen parts frozen, by central differences."""
     torch.manual_seed(3)
-    settings = LossSettings(kind, clip_low=0.2, clip_high=0.28) if kind != "reinforce" else LossSettings(kind)
+    settings = LossSettings("gspo", clip_low=0.2, clip_high=0.28) if kind == "gspo" else LossSettings(kind)
     for _ in range(10):
         old = -torch.rand(6, dtype=torch.float64)
         logp = old + 0.5 * torch.randn(6, dtype=torch.float64)
@@ -237,6 +237,9 @@ def test_no_tokens_give_a_finite_zero() -> None:
         ({"geometric_mask": (0.5, 0.9)}, "geometric_mask"),
         ({"kind": "reinforce", "clip_low": 0.2}, "no ratio to clip"),
         ({"kl_beta": -1.0}, "not be negative"),
+        ({"kl_in": "reward"}, "as long as kl_beta is 0"),
+        ({"kind": "cispo", "clip_low": 0.1}, "above only"),
+        ({"kind": "gspo", "dual_clip": 5.0}, "belongs to the loss 'ppo'"),
         ({"kl_in": "nowhere"}, "kl_in"),
     ],
 )

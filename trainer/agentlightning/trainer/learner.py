@@ -164,10 +164,6 @@ class Learner:
         """log π of the trained tokens, parallel to each sample's tokens."""
         return self._evaluate(samples)[0]
 
-    def values(self, samples: Sequence[Sample]) -> list[TokenFloats]:
-        """V of the state in which each trained token was sampled, parallel to each sample's tokens."""
-        return self._evaluate(samples)[1]
-
     @torch.no_grad()
     def _evaluate(self, samples: Sequence[Sample]) -> tuple[list[TokenFloats], list[TokenFloats]]:
         """log π, and V (0 without a value head)."""

@@ -45,6 +45,8 @@ class LossSettings:
             )
         if self.kl_in not in ("loss", "reward"):
             raise ConfigError(f"kl_in must be 'loss' or 'reward', not {self.kl_in!r}.")
+        if self.kl_beta < 0:
+            raise ConfigError(f"kl_beta must not be negative, but is {self.kl_beta}.")
         if self.kl_beta and self.kl_in == "loss" and self.kl_kind == "k1":
             raise ConfigError(
                 "The gradient of k1 in the loss is 0 on average. Use k2 or k3, or set kl_in to 'reward'."
@@ -52,6 +54,14 @@ class LossSettings:
         if self.kind == "reinforce" and (self.clip_low is not None or self.clip_high is not None):
             raise ConfigError(
                 "Loss 'reinforce' has no ratio to clip: leave clip_low and clip_high out, or use 'ppo'."
+            )
+        if self.kind == "cispo" and self.clip_low is not None:
+            raise ConfigError("Loss 'cispo' clips weights above only: leave clip_low out.")
+        if self.kind != "ppo" and self.dual_clip not in (None, 3.0):
+            raise ConfigError(f"dual_clip belongs to the loss 'ppo', not to {self.kind!r}.")
+        if not self.kl_beta and (self.kl_kind, self.kl_in) != ("k3", "loss"):
+            raise ConfigError(
+                "kl_kind and kl_in say nothing as long as kl_beta is 0: set it, or leave them out."
             )
         low, high = self.clip
         if not 0 <= low < 1 or high < 0:
@@ -66,8 +76,6 @@ class LossSettings:
                 raise ConfigError(f"{name} must be two bounds around 1, such as [0.5, 2], or null.")
         if self.veto is not None and not 0 < self.veto < 1:
             raise ConfigError(f"veto must lie between 0 and 1 or be null, not {self.veto}.")
-        if self.kl_beta < 0:
-            raise ConfigError(f"kl_beta must not be negative, but is {self.kl_beta}.")
 
     @property
     def clip(self) -> Bounds:

@@ -2,9 +2,9 @@
 
 import argparse
 
-from agentlightning.collector.upkeep import GRACE_SECONDS, TARGET_BYTES, clean, compact, retain
+from agentlightning.collector.upkeep import TARGET_BYTES, clean, compact, retain
 from agentlightning.proto.dataset import open_dataset
-from agentlightning.proto.manifests import write_checkpoint
+from agentlightning.proto.manifests import GRACE_SECONDS, write_checkpoint
 from agentlightning.proto.process import run_main, setup_logging
 from agentlightning.proto.stores import location
 
@@ -57,8 +57,8 @@ def _main(argv: list[str] | None) -> int:
         max_bytes=None if gib is None else int(gib * 2**30),
     )
     replaced = compact(dataset, target_bytes=arguments.target_mib << 20)
-    deleted = clean(dataset, grace=arguments.grace)
-    write_checkpoint(dataset.store, dataset.history, grace=arguments.grace)
+    deleted = clean(dataset, grace=arguments.grace, orphans=True)
+    write_checkpoint(dataset.store, dataset.history)
     named = sum(len(manifest.files) for manifest in dataset.manifests)
     print(
         f"{dataset.root}: {expired} commits taken away, {replaced} files replaced, {deleted} deleted; "

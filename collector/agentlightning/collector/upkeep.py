@@ -6,8 +6,8 @@ writer has taken away meanwhile is dropped.
 """
 
 import argparse
-import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +18,7 @@ import pyarrow as pa
 from agentlightning.proto.dataset import Dataset, read_rows, write_pieces
 from agentlightning.proto.errors import DataError
 from agentlightning.proto.manifests import (
+    GRACE_SECONDS,
     FileEntry,
     Manifest,
     newest_checkpoint,
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 
 TABLES: Final = ("transitions", "rollouts", "spans")
 """What is compacted. The trainer's samples are one file per step, and named by it."""
+MERGED: Final = "m"
+"""Begins the names of files that compaction makes."""
 TARGET_BYTES: Final = 64 << 20
 ROW_GROUP_BYTES: Final = 32 << 20
 """In memory; what is merged goes through it in such pieces."""
-GRACE_SECONDS: Final = 900.0
 CHECKPOINT_EVERY: Final = 64
 INTERVAL_SECONDS: Final = 10.0
 
@@ -122,7 +124,8 @@ class Upkeep:
             compact(dataset, least=settings.compact_files, target_bytes=settings.target_bytes, exact=False)
         clean(dataset, grace=settings.grace_seconds)
         if dataset.history.last - self._checkpoint >= CHECKPOINT_EVERY:
-            write_checkpoint(dataset.store, dataset.history, grace=settings.grace_seconds)
+            clean(dataset, grace=settings.grace_seconds, orphans=True)
+            write_checkpoint(dataset.store, dataset.history)
             self._checkpoint = dataset.history.last
 
 
@@ -179,14 +182,29 @@ def retain(
     return len(going)
 
 
-def clean(dataset: Dataset, *, grace: float = GRACE_SECONDS, now: float | None = None) -> int:
-    """Delete the files that no longer exist for readers, and what compaction left behind; returns how many."""
+def clean(
+    dataset: Dataset, *, grace: float = GRACE_SECONDS, orphans: bool = False, now: float | None = None
+) -> int:
+    """Delete the files that no longer exist for readers; returns how many.
+
+    Args:
+        orphans: look for what a compaction left that did not come to its manifest, too.
+    """
     now = time.time() if now is None else now
+    store, removed = dataset.store, dataset.history.removed
     named = {entry.path for manifest in dataset.manifests for entry in manifest.files}
-    removed = dataset.history.removed
-    gone = [path for path, moment in removed.items() if moment < now - grace and path not in named]
-    dataset.store.delete(gone)
-    for path in gone:
+    gone = {path for path, moment in removed.items() if moment < now - grace and path not in named}
+    for table in TABLES if orphans else ():
+        for listed in store.list(table):
+            if (
+                listed.name.startswith(f"{table}/{MERGED}")
+                and listed.modified < now - grace
+                and listed.name not in named
+                and listed.name not in removed
+            ):
+                gone.add(listed.name)
+    store.delete(sorted(gone))
+    for path in gone & removed.keys():
         del removed[path]  # in memory; the next checkpoint forgets it too
     return len(gone)
 
@@ -222,8 +240,7 @@ def _merge(dataset: Dataset, group: Sequence[Manifest]) -> int:
         entry for key, entry in dataset.history.entries.items() if dataset.history.home[key] in numbers
     )
     paths = [entry.path for _, entry in entries]
-    digest = hashlib.sha256("".join(paths).encode()).hexdigest()[:16]
-    name = f"m{min(numbers):08d}-{max(numbers):08d}-{digest}"
+    name = f"{MERGED}{min(numbers):08d}-{max(numbers):08d}-{secrets.token_hex(8)}"  # two may be at it
     files: list[FileEntry] = []
     for table in TABLES:
         parts = (_live_rows(dataset, manifest, entry) for manifest, entry in entries if entry.table == table)
@@ -268,14 +285,14 @@ def _commit(dataset: Dataset, manifest: Manifest, group: Sequence[Manifest]) -> 
     """Commit, unless another writer has changed what the group's files hold, or taken them away."""
     before = {m.number: dataset.history.stale(m) for m in group}
     while True:
-        manifest = replace(manifest, number=dataset.history.last + 1)
-        if put_manifest(dataset.store, manifest):
-            dataset.refresh()
-            return True
-        dataset.refresh()
+        dataset.refresh(look=True)
         named = {entry.path for m in dataset.manifests for entry in m.files}
         same = all(path in named for path in manifest.removes) and all(
             dataset.history.stale(m) == before[m.number] for m in group
         )
         if not same:
             return False
+        manifest = replace(manifest, number=dataset.history.last + 1)
+        if put_manifest(dataset.store, manifest):
+            dataset.refresh()
+            return True

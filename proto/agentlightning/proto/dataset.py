@@ -131,8 +131,14 @@ class Dataset:
         """Where it lies: a Path, or an object store's URL."""
         return self.store.location
 
-    def refresh(self) -> None:
-        """Read the manifests that have been added. Raises DataError if one is damaged."""
+    def refresh(self, *, look: bool = False) -> None:
+        """Read the manifests that have been added. Raises DataError if one is damaged.
+
+        Args:
+            look: for a checkpoint in any case; who takes the next number must.
+        """
+        if look:
+            self._looked = 0.0
         while True:
             number = self.history.last + 1
             manifest = read_manifest(self.store, number)

@@ -22,6 +22,7 @@ from agentlightning.proto.stores import Location, Store, open_store
 
 __all__ = [
     "CHECKPOINTS",
+    "GRACE_SECONDS",
     "MANIFESTS",
     "AttemptEntry",
     "FileEntry",
@@ -39,6 +40,8 @@ __all__ = [
 
 MANIFESTS: Final = "manifests"
 CHECKPOINTS: Final = "checkpoints"
+GRACE_SECONDS: Final = 900.0
+"""So long a manifest, or a file, stays after it is of no use any more: somebody may be reading it."""
 
 Key = tuple[str, int]  # rollout id, attempt
 
@@ -215,11 +218,14 @@ def commit_manifest(
     """Add the next manifest: from now on readers see `files`. Safe beside other writers.
 
     Args:
-        after: a number that is known to be taken; then nothing is listed.
+        after: a number that is known to be taken; then manifests are not listed.
     """
     store = open_store(root)
-    number = (last_number(store) if after is None else after) + 1
-    manifest = Manifest(number, writer, tuple(files), tuple(attempts), dict(journal or {}), time.time())
+    if (
+        after is None or newest_checkpoint(store) > after
+    ):  # behind a checkpoint numbers look free that are not
+        after = last_number(store)
+    manifest = Manifest(after + 1, writer, tuple(files), tuple(attempts), dict(journal or {}), time.time())
     while not put_manifest(store, manifest):
         manifest = replace(manifest, number=manifest.number + 1)
     return manifest
@@ -265,8 +271,11 @@ def read_checkpoint(store: Store, number: int) -> History:
     return History.load(f"{store.location}/{name}", store.get(name))
 
 
-def write_checkpoint(store: Store, history: History, *, grace: float) -> None:
-    """Say what all manifests so far add up to; those older than `grace` seconds are then deleted."""
+def write_checkpoint(store: Store, history: History, *, grace: float = GRACE_SECONDS) -> None:
+    """Say what all manifests so far add up to; those older than `grace` seconds are then deleted.
+
+    The grace must be longer than any writer takes from looking for the newest number to taking the next.
+    """
     name = f"{CHECKPOINTS}/{history.last:08d}.json"
     store.put(name, history.dump())
     limit = time.time() - grace

@@ -11,7 +11,8 @@ import small_data
 
 from agentlightning.collector.cli import main
 from agentlightning.collector.convert_cli import convert
-from agentlightning.collector.upkeep import Upkeep, UpkeepSettings, clean, compact, retain
+from agentlightning.collector.upkeep import Upkeep, clean, compact, retain
+from agentlightning.collector.upkeep_settings import UpkeepSettings
 from agentlightning.proto.dataset import Dataset, open_dataset
 from agentlightning.proto.stores import Store, open_store
 

@@ -97,8 +97,7 @@ def test_a_reader_that_was_left_behind_a_checkpoint_finds_its_way(root: Path) ->
     writer = Dataset(root)
     write_checkpoint(writer.store, writer.history, grace=-60)
     small_data.put(root, "five", ["f"])
-    sleeper._looked = 0.0  # a minute has passed
-    sleeper.refresh()
+    sleeper.refresh(look=True)  # as it does once a minute
     assert small_data.calls(sleeper) == small_data.calls(Dataset(root))
     assert sleeper.history.last == 5
 

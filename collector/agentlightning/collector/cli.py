@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-from agentlightning.collector import compact_cli, status_cli
+from agentlightning.collector import status_cli
 from agentlightning.collector.access import TOKENS_VARIABLE, Tls, read_tokens
 from agentlightning.collector.collector import Collector, Settings
 from agentlightning.collector.forward import check_target
 from agentlightning.collector.intake import BODY_BYTES, JOURNAL_BYTES
 from agentlightning.collector.journal import Durability
 from agentlightning.collector.logs import FORMATS, setup_logs
-from agentlightning.collector.upkeep import UpkeepSettings
+from agentlightning.collector.upkeep_settings import UpkeepSettings
 from agentlightning.proto.errors import ConfigError
 from agentlightning.proto.process import die_with_parent, is_loopback, lock_directory, run_main
 from agentlightning.proto.stores import location
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     if words[:1] == ["status"]:
         return status_cli.main(words[1:])
     if words[:1] == ["compact"]:
+        from agentlightning.collector import compact_cli  # loads Arrow
+
         return compact_cli.main(words[1:])
     return run_main(lambda: _main(words))
 

@@ -28,7 +28,7 @@ from agentlightning.collector.receiver_grpc import GrpcServer, handlers
 from agentlightning.collector.receiver_http import HttpReceiver, listen
 from agentlightning.collector.service import REFRESH_SECONDS, Commits, TransitionService, pending_of
 from agentlightning.collector.supervise import Supervisor
-from agentlightning.collector.upkeep import UpkeepSettings
+from agentlightning.collector.upkeep_settings import UpkeepSettings
 from agentlightning.proto.process import stop_event, write_ready
 from agentlightning.proto.stores import Location
 from agentlightning.proto.transitions_pb2_grpc import add_TransitionsServicer_to_server
@@ -132,7 +132,7 @@ class Collector:
 
     def snapshot(self) -> Snapshot:
         """The collector now."""
-        journal, dataset = self._journal, self._commits.dataset
+        journal, history = self._journal, self._commits.history
         forward = None
         if self._forwarder is not None:
             said = self._forwarded
@@ -150,9 +150,9 @@ class Collector:
             started=self._started,
             accepted=dict(self._intake.accepted),
             refused=dict(self._intake.refused),
-            fidelity=dict(dataset.counters()),
+            fidelity=dict(history.counters),
             converter=self._progress.get("counters", {}),
-            sealed_attempts=len(dataset.attempts),
+            sealed_attempts=len(history.entries),
             open_attempts=self._progress.get("open_attempts", 0),
             pending_seals=len(self._commits.pending),
             journal_end_bytes=journal.end,

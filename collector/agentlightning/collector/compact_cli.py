@@ -2,7 +2,8 @@
 
 import argparse
 
-from agentlightning.collector.upkeep import TARGET_BYTES, clean, compact, retain
+from agentlightning.collector.upkeep import clean, compact, retain
+from agentlightning.collector.upkeep_settings import TARGET_BYTES
 from agentlightning.proto.dataset import open_dataset
 from agentlightning.proto.manifests import GRACE_SECONDS, write_checkpoint
 from agentlightning.proto.process import run_main, setup_logging

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 import orjson
+import pyarrow as pa
 
 from agentlightning.collector.assemble import Assembled, assemble
 from agentlightning.collector.joins import Joins
@@ -31,7 +32,8 @@ from agentlightning.collector.span import Span
 from agentlightning.collector.spill import Spill
 from agentlightning.collector.supervise import Link
 from agentlightning.collector.tables import CALL_COLUMNS, spans_from_table, tables
-from agentlightning.collector.upkeep import Upkeep, UpkeepSettings
+from agentlightning.collector.upkeep import Upkeep
+from agentlightning.collector.upkeep_settings import UpkeepSettings
 from agentlightning.proto.dataset import (
     MANIFESTS,
     AttemptEntry,
@@ -47,9 +49,9 @@ __all__ = ["Converter", "main"]
 log = logging.getLogger(__name__)
 
 WRITER: Final = "collector"
-READ_BYTES: Final = 4 << 20
+READ_BYTES: Final = 2 << 20
 """Read this much before looking what is ready."""
-COMMIT_BYTES: Final = 16 << 20
+COMMIT_BYTES: Final = 8 << 20
 """Of bodies in one commit: bounds memory when much is ready at once."""
 TRIM_BYTES: Final = 64 << 20
 """A commit without attempts is made when the journal could be cut by this much."""
@@ -466,6 +468,7 @@ def _main(argv: list[str] | None) -> int:
     arguments = parser.parse_args(argv)
     die_with_parent()
     setup_logs("converter", arguments.log_level, arguments.log_format)
+    pa.set_memory_pool(pa.system_memory_pool())  # the default one gives back little of what it took
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the receiver, which closes the link
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))

@@ -12,29 +12,27 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
-import pyarrow as pa
 
 from agentlightning.collector.access import Tokens
 from agentlightning.collector.intake import Intake
 from agentlightning.collector.journal import JournalUnavailable, Kind
 from agentlightning.collector.receiver_grpc import Context, abort_unavailable, authorize
 from agentlightning.proto import transitions_pb2 as pb
-from agentlightning.proto.dataset import MANIFESTS, AttemptEntry, Dataset, Manifest
 from agentlightning.proto.errors import DataError
-from agentlightning.proto.manifests import History
-from agentlightning.proto.schemas import TABLES
-from agentlightning.proto.stores import Location
+from agentlightning.proto.manifests import MANIFESTS, AttemptEntry, Follower, History, Manifest
+from agentlightning.proto.stores import Location, Store
 from agentlightning.proto.transitions_pb2_grpc import TransitionsServicer
 
-__all__ = ["Commits", "Pending", "TransitionService", "batches", "pending_of"]
+if TYPE_CHECKING:
+    from agentlightning.collector.fetch import Fetcher
+
+__all__ = ["Commits", "Pending", "TransitionService", "pending_of"]
 
 log = logging.getLogger(__name__)
 
-BATCH_BYTES: Final = 1 << 20
-"""Aim for one message; gRPC's default limit for a receiver is four times this."""
 REFRESH_SECONDS: Final = 1.0
 """Manifests are looked for this often, should the converter's word for one have been lost."""
 
@@ -56,32 +54,41 @@ class Commits:
     def __init__(self, root: Location, journal_id: str) -> None:
         if isinstance(root, Path):
             (root / MANIFESTS).mkdir(parents=True, exist_ok=True)
-        self.dataset = Dataset(root)
+        self._follower = Follower(root)
         self.pending: dict[Key, Pending] = {}
         self.closing = False
         self._journal_id = journal_id
         self._changed = asyncio.Event()
         self._error = ""
         self._order: list[tuple[int, int, Key]] = []  # of every generation: manifest, place
-        self._history: History | None = None
+        self._taken: History | None = None
         self._take()
+
+    @property
+    def store(self) -> Store:
+        return self._follower.store
+
+    @property
+    def history(self) -> History:
+        """What the manifests add up to."""
+        return self._follower.history
 
     @property
     def low(self) -> int:
         """What the converter still needs of our journal begins here."""
-        return self.dataset.history.journals.get(self._journal_id, {}).get("low", 0)
+        return self.history.journals.get(self._journal_id, {}).get("low", 0)
 
     def refresh(self) -> None:
         """Read the manifests that have come, and wake who waits for them."""
-        last = self.dataset.history.last
+        last = self.history.last
         try:
-            self.dataset.refresh()
+            self._follower.refresh()
             self._error = ""
         except (DataError, OSError) as error:
             if self._error != str(error):  # it is tried again every second
                 self._error = str(error)
                 log.error("%s Nothing that was committed after it is seen until it is repaired.", error)
-        if self.dataset.history.last > last:
+        if self.history.last > last:
             self._take(last)
             self._wake()
 
@@ -101,7 +108,7 @@ class Commits:
 
     def entry(self, key: Key, calls_expected: int | None) -> AttemptEntry | None:
         """The attempt as the data set holds it, if that is all of it."""
-        entry = self.dataset.attempts.get(key)
+        entry = self.history.entries.get(key)
         if entry is None or (calls_expected is not None and entry.calls_stored < calls_expected):
             return None
         return entry
@@ -125,16 +132,16 @@ class Commits:
         index = bisect.bisect_left(order, (since, place, ("", -1)))
         while index < len(order):
             since, place, key = order[index]
-            entry = self.dataset.attempts.get(key)
+            entry = self.history.entries.get(key)
             if entry is not None and (entry.since, entry.place) == (since, place):
                 yield entry
             index += 1
 
     def _take(self, last: int = 0) -> None:
         """Learn of the manifests behind `last`; of all if the history has been read anew."""
-        history = self.dataset.history
-        if history is not self._history:
-            self._history = history
+        history = self.history
+        if history is not self._taken:
+            self._taken = history
             self._order = sorted((entry.since, entry.place, key) for key, entry in history.entries.items())
             for key in history.entries:
                 self.pending.pop(key, None)
@@ -167,7 +174,7 @@ class TransitionService(TransitionsServicer):
         self._counters = counters
         # One thread and its own view of the data set: reading a large table must not stop the event loop.
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fetch")
-        self._readers_dataset: Dataset | None = None
+        self._fetcher: Fetcher | None = None
 
     async def Seal(self, request: pb.SealRequest, context: Context) -> pb.SealResponse:
         await authorize(context, self._tokens, self._intake)
@@ -194,26 +201,22 @@ class TransitionService(TransitionsServicer):
                 await abort_unavailable(context, "The collector is shutting down; seal again later.")
             missing = {key: n for key, n in missing.items() if commits.entry(key, n) is None}
         return pb.SealResponse(
-            sealed=[commits.sealed(commits.dataset.attempts[key]) for key in wanted if key not in missing],
+            sealed=[commits.sealed(commits.history.entries[key]) for key in wanted if key not in missing],
             incomplete=[self._incomplete(key, expected) for key, expected in missing.items()],
         )
 
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.ArrowBatch]:
         await authorize(context, self._tokens, self._intake)
-        schema = TABLES.get(request.table)
-        if schema is None:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"There is no table {request.table!r}: the data set has {', '.join(TABLES)}.",
-            )
-        unknown = [name for name in request.columns if name not in schema.names]
-        if unknown:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"Table {request.table} has no column {unknown[0]!r}: it has {', '.join(schema.names)}.",
-            )
         loop = asyncio.get_running_loop()
-        parts = self._read(request)
+        fetcher = await loop.run_in_executor(self._reader, self._make_fetcher)
+        if problem := fetcher.problem(request.table, request.columns):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        parts = fetcher.batches(
+            request.table,
+            [(a.rollout_id, a.attempt) for a in request.attempts] or None,
+            request.run_id if request.HasField("run_id") else None,
+            list(request.columns) or None,
+        )
         while True:
             try:
                 part = await loop.run_in_executor(self._reader, next, parts, None)
@@ -222,6 +225,13 @@ class TransitionService(TransitionsServicer):
             if part is None:
                 return
             yield pb.ArrowBatch(ipc_stream=part)
+
+    def _make_fetcher(self) -> "Fetcher":
+        if self._fetcher is None:
+            from agentlightning.collector.fetch import Fetcher  # loads Arrow
+
+            self._fetcher = Fetcher(self._commits.store)
+        return self._fetcher
 
     async def Follow(self, request: pb.FollowRequest, context: Context) -> AsyncIterator[pb.SealedAttempt]:
         await authorize(context, self._tokens, self._intake)
@@ -238,7 +248,7 @@ class TransitionService(TransitionsServicer):
 
     async def Stats(self, request: pb.StatsRequest, context: Context) -> pb.StatsResponse:
         await authorize(context, self._tokens, self._intake)
-        return pb.StatsResponse(counters={**self._commits.dataset.counters(), **self._counters()})
+        return pb.StatsResponse(counters={**self._commits.history.counters, **self._counters()})
 
     async def _record_seal(self, attempts: Mapping[Key, int | None], context: Context) -> None:
         body = json.dumps(
@@ -259,7 +269,7 @@ class TransitionService(TransitionsServicer):
     def _incomplete(self, key: Key, expected: int | None) -> pb.IncompleteAttempt:
         rollout_id, attempt = key
         pending = self._commits.pending.get(key)
-        entry = self._commits.dataset.attempts.get(key)
+        entry = self._commits.history.entries.get(key)
         if pending is not None:
             stored, reason = pending.calls_stored, pending.reason
         elif entry is not None:
@@ -274,39 +284,6 @@ class TransitionService(TransitionsServicer):
             calls_stored=stored,
             reason=reason,
         )
-
-    def _read(self, request: pb.FetchRequest) -> Iterator[bytes]:
-        """The rows as IPC streams, file by file: memory holds one file, whatever the client takes."""
-        if self._readers_dataset is None:
-            self._readers_dataset = Dataset(self._commits.dataset.root)
-        self._readers_dataset.refresh()
-        pieces = self._readers_dataset.pieces(
-            request.table,
-            attempts=[(a.rollout_id, a.attempt) for a in request.attempts] or None,
-            run_id=request.run_id if request.HasField("run_id") else None,
-            columns=list(request.columns) or None,
-        )
-        sent = False
-        for piece in pieces:
-            if len(piece):
-                sent = True
-                yield from batches(piece)
-        if not sent:
-            yield from batches(piece)  # the columns at least
-
-
-def batches(table: pa.Table, size: int = BATCH_BYTES) -> Iterator[bytes]:
-    """A table as Arrow IPC streams of about `size` bytes, each whole in itself; at least one."""
-    rows = max(1, int(size * len(table) / max(1, table.nbytes)))
-    for first in range(0, max(1, len(table)), rows):
-        part = table.slice(first, rows).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            if len(part):
-                writer.write_table(part)
-            else:
-                writer.write_batch(pa.RecordBatch.from_pylist([], schema=table.schema))
-        yield sink.getvalue().to_pybytes()
 
 
 _PLACES: Final = 1 << 32

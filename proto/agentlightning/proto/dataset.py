@@ -11,11 +11,10 @@ says which attempts its files hold; of an attempt that stands in several, only t
 import datetime
 import hashlib
 import io
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -27,13 +26,11 @@ from agentlightning.proto.manifests import (
     MANIFESTS,
     AttemptEntry,
     FileEntry,
+    Follower,
     History,
     Key,
     Manifest,
     commit_manifest,
-    newest_checkpoint,
-    read_checkpoint,
-    read_manifest,
 )
 from agentlightning.proto.schemas import TABLES, conform, parquet_writer
 from agentlightning.proto.stores import Location, Store, open_store
@@ -54,9 +51,6 @@ __all__ = [
     "write_files",
     "write_pieces",
 ]
-
-CHECKPOINT_SECONDS: Final = 60.0
-"""A reader looks this often whether it was left behind a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -119,43 +113,24 @@ class Dataset:
     """A reader. It sees the commits that were there when it was opened or last refreshed."""
 
     def __init__(self, root: Location | Store, selection: Selection | None = None) -> None:
-        self.store = open_store(root)
+        self._follower = Follower(root)
+        self.store = self._follower.store
         self.selection = selection or Selection()
-        self.history = History()
-        self._looked = 0.0
         self._selected: tuple[int, set[Key]] | None = None
-        self.refresh()
 
     @property
     def root(self) -> Any:
         """Where it lies: a Path, or an object store's URL."""
         return self.store.location
 
-    def refresh(self, *, look: bool = False) -> None:
-        """Read the manifests that have been added. Raises DataError if one is damaged.
+    @property
+    def history(self) -> History:
+        """What the manifests add up to."""
+        return self._follower.history
 
-        Args:
-            look: for a checkpoint in any case; who takes the next number must.
-        """
-        if look:
-            self._looked = 0.0
-        while True:
-            number = self.history.last + 1
-            manifest = read_manifest(self.store, number)
-            if manifest is not None:
-                self.history.apply(manifest)
-                continue
-            # Nothing; or it was deleted, because a checkpoint holds it.
-            if time.monotonic() - self._looked < CHECKPOINT_SECONDS and self._looked:
-                return
-            self._looked = time.monotonic()
-            checkpoint = newest_checkpoint(self.store)
-            if checkpoint <= self.history.last:
-                return
-            try:
-                self.history = read_checkpoint(self.store, checkpoint)
-            except FileNotFoundError:  # a newer one has come meanwhile
-                self._looked = 0.0
+    def refresh(self, *, look: bool = False) -> None:
+        """Read the manifests that have been added. Raises DataError if one is damaged; see `Follower`."""
+        self._follower.refresh(look=look)
 
     @property
     def manifests(self) -> Sequence[Manifest]:
@@ -303,7 +278,7 @@ class Dataset:
             and not (chosen.sealed and entry.truncated)
         }
         whole = Dataset.__new__(Dataset)  # the same commits, without the selection
-        whole.store, whole.history, whole.selection = self.store, self.history, Selection()
+        whole._follower, whole.store, whole.selection = self._follower, self.store, Selection()
         if chosen.reads_rollouts:
             columns = ["rollout_id", "attempt", "split", "start_time"]
             rows = whole.table("rollouts", attempts=keys, columns=columns)

@@ -17,15 +17,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from agentlightning.proto.errors import DataError
-from agentlightning.proto.schemas import SCHEMA_VERSION
 from agentlightning.proto.stores import Location, Store, open_store
 
 __all__ = [
     "CHECKPOINTS",
     "GRACE_SECONDS",
     "MANIFESTS",
+    "SCHEMA_VERSION",
     "AttemptEntry",
     "FileEntry",
+    "Follower",
     "History",
     "Key",
     "Manifest",
@@ -38,8 +39,12 @@ __all__ = [
     "write_checkpoint",
 ]
 
+SCHEMA_VERSION: Final = 2
+"""Of manifests and tables. 2: `spans.in_transitions`; manifests may take files away."""
 MANIFESTS: Final = "manifests"
 CHECKPOINTS: Final = "checkpoints"
+CHECKPOINT_SECONDS: Final = 60.0
+"""A reader looks this often whether it was left behind a checkpoint."""
 GRACE_SECONDS: Final = 900.0
 """So long a manifest, or a file, stays after it is of no use any more: somebody may be reading it."""
 
@@ -204,6 +209,41 @@ class History:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"The checkpoint {name} is damaged: {error}.") from None
         return history
+
+
+class Follower:
+    """The manifests of a place as they come. Light: it needs no Arrow."""
+
+    def __init__(self, root: Location | Store) -> None:
+        self.store = open_store(root)
+        self.history = History()
+        self._looked: float | None = None
+        self.refresh()
+
+    def refresh(self, *, look: bool = False) -> None:
+        """Read the manifests that have been added. Raises DataError if one is damaged.
+
+        Args:
+            look: for a checkpoint in any case; who takes the next number must.
+        """
+        if look:
+            self._looked = None
+        while True:
+            manifest = read_manifest(self.store, self.history.last + 1)
+            if manifest is not None:
+                self.history.apply(manifest)
+                continue
+            # Nothing; or it was deleted, because a checkpoint holds it.
+            if self._looked is not None and time.monotonic() - self._looked < CHECKPOINT_SECONDS:
+                return
+            self._looked = time.monotonic()
+            checkpoint = newest_checkpoint(self.store)
+            if checkpoint <= self.history.last:
+                return
+            try:
+                self.history = read_checkpoint(self.store, checkpoint)
+            except FileNotFoundError:  # a newer one has come meanwhile
+                self._looked = None
 
 
 def commit_manifest(

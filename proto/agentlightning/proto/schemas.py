@@ -12,6 +12,8 @@ from typing import IO, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from agentlightning.proto.manifests import SCHEMA_VERSION
+
 __all__ = [
     "ROLLOUTS",
     "SAMPLES",
@@ -24,8 +26,6 @@ __all__ = [
     "write_parquet",
 ]
 
-SCHEMA_VERSION: Final = 2
-"""2: `spans.in_transitions`; manifests may take files away."""
 VERSION_KEY: Final = b"agentlightning.schema_version"
 
 _TIME = pa.timestamp("us", tz="UTC")

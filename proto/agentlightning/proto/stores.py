@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import pyarrow as pa
-
 from agentlightning.proto.errors import ConfigError
 
 __all__ = ["FolderStore", "Listed", "Location", "ObjectStore", "Store", "is_url", "location", "open_store"]
@@ -184,6 +182,8 @@ class ObjectStore:
                 self._obstore.delete(self._store, name)
 
     def source(self, name: str) -> Any:
+        import pyarrow as pa  # heavy; a receiver reads no Parquet until it is asked to
+
         return pa.BufferReader(self.get(name))
 
     @contextlib.contextmanager

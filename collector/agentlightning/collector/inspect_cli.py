@@ -147,7 +147,9 @@ def _main(argv: list[str] | None) -> int:
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DATA", type=Path, help="a data set, or the directory of a run")
+    parser.add_argument(
+        "data", metavar="DATA", help="a data set (a folder, or s3://…), or the directory of a run"
+    )
     parser.add_argument("--rollout", metavar="ID", help="show this rollout, call by call")
     parser.add_argument(
         "--attempt", type=int, metavar="N", help="with --rollout: this attempt, not the newest"

@@ -23,7 +23,9 @@ def find_tokenizer(dataset: Dataset, given: Path | None) -> Decode | None:
     Raises:
         ConfigError: the one that was given cannot be used.
     """
-    folders = [given] if given else [dataset.root.parent / "tokenizer", dataset.root.parent / "checkpoint"]
+    folders = [] if given is None else [given]
+    if given is None and isinstance(dataset.root, Path):
+        folders = [dataset.root.parent / "tokenizer", dataset.root.parent / "checkpoint"]
     files = [folder if folder.is_file() else folder / "tokenizer.json" for folder in folders]
     file = next((file for file in files if file.is_file()), None)
     if file is None:

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--resume", action="store_true", help="go on with the run of that name")
     parser.add_argument(
-        "--offline", type=Path, metavar="DATA", help="train from this data set; start no agents"
+        "--offline", metavar="DATA", help="train from this data set (a folder, or s3://…); start no agents"
     )
     parser.add_argument("--log-level", default="warning", choices=["debug", "info", "warning", "error"])
     options = parser.parse_intermixed_args(argv)

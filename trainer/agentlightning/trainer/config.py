@@ -327,6 +327,8 @@ class TelemetryConfig(Section):
 
 
 class ReportConfig(Section):
+    samples: bool = True
+    """Write the samples table: what the optimiser saw, token by token. Without it `report.html` and `agl inspect` show rollouts as they are on record."""
     rollouts: int = Field(default=8, ge=0)
     """How many rollouts `report.html` shows token by token: best, worst, failed, with broken chains, at random."""
 

@@ -47,7 +47,9 @@ def _main(argv: list[str] | None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DATA", type=Path, help="a data set, or the directory of a run")
+    parser.add_argument(
+        "data", metavar="DATA", help="a data set (a folder, or s3://…), or the directory of a run"
+    )
     parser.add_argument("--format", required=True, choices=FORMATS, dest="form")
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="ends in .jsonl or .parquet")
     parser.add_argument(

@@ -286,14 +286,15 @@ class Trainer:
 
     def _save(self, step: int, batch: StepBatch, result: UpdateResult, cursor: Mapping[str, Any]) -> None:
         scored = batch.scored
-        table = samples_table(
-            scored.samples,
-            step=step,
-            advantages=result.advantages,
-            logprobs_new=result.logprobs,
-            rewards=batch.rewards,
-        )
-        dataset.write_files(self.layout.data, _samples_name(step), {"samples": table})
+        if self.config.report.samples:
+            table = samples_table(
+                scored.samples,
+                step=step,
+                advantages=result.advantages,
+                logprobs_new=result.logprobs,
+                rewards=batch.rewards,
+            )
+            dataset.write_files(self.layout.data, _samples_name(step), {"samples": table})
         if step % self.config.checkpoint.every == 0 or step == self.config.train.steps:
             checkpoint.save(
                 self.layout.checkpoints,

@@ -75,7 +75,7 @@ Prepare = Callable[[Sequence[Entry]], Prepared]
 
 
 def train_offline(
-    config: TrainConfig, data: Path, *, resume: bool = False, log_level: str = "warning"
+    config: TrainConfig, data: Path | str, *, resume: bool = False, log_level: str = "warning"
 ) -> int:
     """Train on a data set; writes `checkpoint/` and `metrics.jsonl` under the run's directory.
 
@@ -104,7 +104,7 @@ def train_offline(
         )
         learner = _learner(config)
         metrics = Metrics(layout.metrics)
-        digest = _digest(config, data)
+        digest = _digest(config, dataset)
         newest = checkpoint.latest(layout.checkpoints)
         if newest is not None:
             checkpoint.load(newest, learner, config_digest=digest)
@@ -144,7 +144,8 @@ def _step(
     learner.step = step  # a batch without gradient is a step all the same
     updated = time.monotonic()
     rewards = {entry.rollout_id: entry.reward for entry in entries if entry.reward is not None}
-    _record_samples(layout.data, step, prepared, result, rewards)
+    if config.report.samples:
+        _record_samples(layout.data, step, prepared, result, rewards)
     if step % config.checkpoint.every == 0 or step == last:
         checkpoint.save(
             layout.checkpoints,
@@ -318,14 +319,15 @@ def _learner(config: TrainConfig) -> Learner:
     return Learner(load_model(config.policy.model), imitation_settings(learner_settings(config)))
 
 
-def _digest(config: TrainConfig, data: Path) -> str:
+def _digest(config: TrainConfig, dataset: Dataset) -> str:
     """What must not change between a checkpoint and its continuation."""
+    root = dataset.root
     shared: dict[str, Any] = config.model_dump(mode="json", include={"policy", "algorithm", "offline"})
     return checkpoint.config_digest(
         {
             **shared,
             "seed": config.run.seed,
             "groups": config.train.groups_per_step,
-            "data": str(data.resolve()),
+            "data": str(root.resolve() if isinstance(root, Path) else root),
         }
     )

@@ -69,7 +69,7 @@ def read_index(dataset: Dataset, selection: Selection | None = None) -> Index:
     names = ["rollout_id", "attempt", "group_id", "task_id", "run_id", "split", "state", "cause"]
     names += ["reward", "rewards", "calls_expected", "calls_stored"]
     newest: dict[str, tuple[Entry, bool]] = {}
-    for row in dataset.table("rollouts", columns=names).to_pylist():
+    for row in (row for piece in dataset.pieces("rollouts", columns=names) for row in piece.to_pylist()):
         known = newest.get(row["rollout_id"])
         if known is not None and known[0].attempt >= row["attempt"]:
             continue

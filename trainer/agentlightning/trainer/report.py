@@ -47,6 +47,7 @@ SIGNALS = (
     ),
     ("clip fraction", ("update", "clip_fraction"), "tokens whose gradient the clip stopped"),
     ("gradient norm", ("update", "grad_norm"), "before it was scaled down"),
+    ("groups with signal", ("groups", "informative"), "whose rewards differ; the others teach nothing"),
     ("staleness", ("staleness", "mean"), "mean age of the trained tokens, in weight versions"),
     ("tokens per rollout", ("behaviour", "length"), "sampled, in all calls"),
     ("tool calls per rollout", ("behaviour", "tool_calls"), ""),
@@ -93,7 +94,7 @@ def write_report(
     metrics: Metrics,
     *,
     restarts: Mapping[str, int] | None = None,
-    data: Path | None = None,
+    data: Path | str | None = None,
 ) -> Path:
     """Write the page, whole or not at all, and return its path.
 
@@ -121,6 +122,7 @@ def write_report(
             gain=compare_evaluations(evaluations[0], evaluations[-1]) if len(evaluations) > 1 else None,
             signals=_signals(_thinned(steps, POINTS)),
             agents=_agents(steps),
+            memory=_memory(steps),
             shown=_shown(config, data or own, own),
             curve=_curve(_thinned(steps, POINTS), evaluations),
             phases=_phases(shown_steps),
@@ -313,6 +315,16 @@ def _signals(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return signals
 
 
+def _memory(steps: Sequence[dict[str, Any]]) -> list[tuple[str, float]]:
+    """The most memory that each phase of an update has needed, in MiB."""
+    peaks: dict[str, float] = {}
+    for record in steps:
+        for name, value in record["update"].items():
+            if (phase := name.removeprefix("peak_memory_").removesuffix("_mib")) != name:
+                peaks[phase] = max(value, peaks.get(phase, 0.0))
+    return list(peaks.items())
+
+
 def _agents(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Reward by agent in the first and the last step that it was in."""
     names = sorted({name for record in steps for name in record.get("agents", {})})
@@ -323,8 +335,9 @@ def _agents(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows if len(rows) > 1 else []
 
 
-def _shown(config: TrainConfig, data: Path, samples_from: Path) -> list[Shown]:
-    if not config.report.rollouts or not (data / "manifests").is_dir():
+def _shown(config: TrainConfig, data: Path | str, samples_from: Path) -> list[Shown]:
+    dataset = Dataset(data)
+    if not config.report.rollouts or not dataset.attempts:
         return []
     tokenizer = load_tokenizer(config.policy.model)
     tokenizer.save_pretrained(config.directory / "tokenizer")  # so that `agl inspect --tokens` shows text
@@ -333,6 +346,4 @@ def _shown(config: TrainConfig, data: Path, samples_from: Path) -> list[Shown]:
         text: str = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         return text
 
-    return showcase(
-        Dataset(data), Dataset(samples_from), decode, config.report.rollouts, seed=config.run.seed
-    )
+    return showcase(dataset, Dataset(samples_from), decode, config.report.rollouts, seed=config.run.seed)

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -131,9 +131,14 @@ def _change(entry: Entry, judged: Judged, result: Rescoring) -> Change | None:
 
 def _write(dataset: Dataset, changes: list[Change], label: str, result: Rescoring) -> list[Change]:
     """Commit a new generation of the changed attempts; those that changed on disk meanwhile are left to them."""
-    read_at = {change.entry.key: dataset.manifest_of(*change.entry.key) for change in changes}
+    read_at = {change.entry.key: dataset.attempts[change.entry.key] for change in changes}
     dataset.refresh()
-    kept = [c for c in changes if dataset.manifest_of(*c.entry.key) == read_at[c.entry.key]]
+    kept = [
+        change
+        for change in changes
+        if (now := dataset.attempts.get(change.entry.key)) is not None
+        and now.generation == read_at[change.entry.key].generation
+    ]
     result.failures["written_meanwhile"] += len(changes) - len(kept)
     result.failures = +result.failures
     if not kept:
@@ -150,19 +155,17 @@ def _write(dataset: Dataset, changes: list[Change], label: str, result: Rescorin
         "rollouts": pa.Table.from_pylist(rollouts, schema=TABLES["rollouts"]),
         "spans": pa.concat_tables([spans.cast(TABLES["spans"]), _evaluations(spans, keys, label)]),
     }
-    entries = []
-    for key in keys:
-        old = dataset.attempts[key]
-        entries.append(
-            AttemptEntry(old.rollout_id, old.attempt, old.run_id, old.calls_stored, old.generation + 1)
-        )
+    entries = [_next_generation(dataset.attempts[key]) for key in keys]
     content = [[*key, dataset.attempts[key].generation, sorted(c.rewards.items())] for key, c in keys.items()]
     digest = hashlib.sha256(json.dumps(sorted(content)).encode()).hexdigest()[:20]
-    commit_manifest(
-        dataset.root, "rescore", write_files(dataset.root, f"rescore-{digest}", tables), attempts=entries
-    )
+    files = write_files(dataset.store, f"rescore-{digest}", tables)
+    commit_manifest(dataset.store, "rescore", files, attempts=entries)
     dataset.refresh()
     return kept
+
+
+def _next_generation(entry: AttemptEntry) -> AttemptEntry:
+    return replace(entry, generation=entry.generation + 1, since=0, place=0)
 
 
 def _evaluations(spans: pa.Table, changes: Mapping[tuple[str, int], Change], label: str) -> pa.Table:

@@ -1,6 +1,7 @@
 """`agl rescore`: judge recorded rollouts with another reward."""
 
 import argparse
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from agentlightning.proto.dataset import open_dataset
+from agentlightning.proto.dataset import Dataset, open_dataset
 from agentlightning.proto.errors import ConfigError, DataError
 from agentlightning.proto.process import lock_directory, run_main
 from agentlightning.trainer.interval import mean_interval
@@ -50,7 +51,9 @@ def _main(argv: list[str] | None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DATA", type=Path, help="a data set, or the directory of a run")
+    parser.add_argument(
+        "data", metavar="DATA", help="a data set (a folder, or s3://…), or the directory of a run"
+    )
     parser.add_argument("--reward", required=True, metavar="MODULE:FUNCTION", help="what judges a rollout")
     parser.add_argument(
         "--tasks",
@@ -83,7 +86,7 @@ def _main(argv: list[str] | None) -> int:
     }
     console = Console(stderr=True, highlight=False)
     with (
-        lock_directory(dataset.root / "rescore.lock", "Rescoring"),
+        _alone(dataset),
         RewardWorkers(options.reward, count=options.workers, timeout_s=options.timeout) as workers,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
@@ -100,6 +103,13 @@ def _main(argv: list[str] | None) -> int:
     document = _document(result, index.entries, options.dry_run)
     print(json.dumps(document, indent=2) if options.json else _text(document))
     return 1 if result.failures else 0
+
+
+def _alone(dataset: Dataset) -> contextlib.AbstractContextManager[None]:
+    """Two at once would judge twice. In an object store there is no lock: there the later commit counts."""
+    if isinstance(dataset.root, Path):
+        return lock_directory(dataset.root / "rescore.lock", "Rescoring")
+    return contextlib.nullcontext()
 
 
 def _document(result: Rescoring, entries: Sequence[Entry], dry_run: bool) -> dict[str, Any]:

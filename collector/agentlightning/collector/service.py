@@ -283,6 +283,7 @@ class TransitionService(TransitionsServicer):
             calls_expected=expected or 0,
             calls_stored=stored,
             reason=reason,
+            unconverted=pending is None and entry is None,
         )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&agentlightning/proto/transitions.proto\x12\x11\x61gentlightning.v1\"^\n\x07\x41ttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x1b\n\x0e\x63\x61lls_expected\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_calls_expected\"N\n\x0bSealRequest\x12,\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x1a.agentlightning.v1.Attempt\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"z\n\x0cSealResponse\x12\x30\n\x06sealed\x18\x01 \x03(\x0b\x32 .agentlightning.v1.SealedAttempt\x12\x38\n\nincomplete\x18\x02 \x03(\x0b\x32$.agentlightning.v1.IncompleteAttempt\"\xa3\x01\n\rSealedAttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x14\n\x0c\x63\x61lls_stored\x18\x03 \x01(\x05\x12\x12\n\ngeneration\x18\x04 \x01(\x05\x12\x10\n\x08manifest\x18\x05 \x01(\x03\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x07 \x01(\x03\x12\x11\n\ttruncated\x18\x08 \x01(\x08\"v\n\x11IncompleteAttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0e\x63\x61lls_expected\x18\x03 \x01(\x05\x12\x14\n\x0c\x63\x61lls_stored\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\"|\n\x0c\x46\x65tchRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12,\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x1a.agentlightning.v1.Attempt\x12\x0f\n\x07\x63olumns\x18\x03 \x03(\t\x12\x13\n\x06run_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_run_id\" \n\nArrowBatch\x12\x12\n\nipc_stream\x18\x01 \x01(\x0c\"?\n\rFollowRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12\x13\n\x06run_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_run_id\"\x0e\n\x0cStatsRequest\"\x82\x01\n\rStatsResponse\x12@\n\x08\x63ounters\x18\x01 \x03(\x0b\x32..agentlightning.v1.StatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\xbd\x02\n\x0bTransitions\x12G\n\x04Seal\x12\x1e.agentlightning.v1.SealRequest\x1a\x1f.agentlightning.v1.SealResponse\x12I\n\x05\x46\x65tch\x12\x1f.agentlightning.v1.FetchRequest\x1a\x1d.agentlightning.v1.ArrowBatch0\x01\x12N\n\x06\x46ollow\x12 .agentlightning.v1.FollowRequest\x1a .agentlightning.v1.SealedAttempt0\x01\x12J\n\x05Stats\x12\x1f.agentlightning.v1.StatsRequest\x1a .agentlightning.v1.StatsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n&agentlightning/proto/transitions.proto\x12\x11\x61gentlightning.v1\"^\n\x07\x41ttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x1b\n\x0e\x63\x61lls_expected\x18\x03 \x01(\x05H\x00\x88\x01\x01\x42\x11\n\x0f_calls_expected\"N\n\x0bSealRequest\x12,\n\x08\x61ttempts\x18\x01 \x03(\x0b\x32\x1a.agentlightning.v1.Attempt\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"z\n\x0cSealResponse\x12\x30\n\x06sealed\x18\x01 \x03(\x0b\x32 .agentlightning.v1.SealedAttempt\x12\x38\n\nincomplete\x18\x02 \x03(\x0b\x32$.agentlightning.v1.IncompleteAttempt\"\xa3\x01\n\rSealedAttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x14\n\x0c\x63\x61lls_stored\x18\x03 \x01(\x05\x12\x12\n\ngeneration\x18\x04 \x01(\x05\x12\x10\n\x08manifest\x18\x05 \x01(\x03\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x0e\n\x06\x63ursor\x18\x07 \x01(\x03\x12\x11\n\ttruncated\x18\x08 \x01(\x08\"\x8b\x01\n\x11IncompleteAttempt\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\x05\x12\x16\n\x0e\x63\x61lls_expected\x18\x03 \x01(\x05\x12\x14\n\x0c\x63\x61lls_stored\x18\x04 \x01(\x05\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bunconverted\x18\x06 \x01(\x08\"|\n\x0c\x46\x65tchRequest\x12\r\n\x05table\x18\x01 \x01(\t\x12,\n\x08\x61ttempts\x18\x02 \x03(\x0b\x32\x1a.agentlightning.v1.Attempt\x12\x0f\n\x07\x63olumns\x18\x03 \x03(\t\x12\x13\n\x06run_id\x18\x04 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_run_id\" \n\nArrowBatch\x12\x12\n\nipc_stream\x18\x01 \x01(\x0c\"?\n\rFollowRequest\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x03\x12\x13\n\x06run_id\x18\x02 \x01(\tH\x00\x88\x01\x01\x42\t\n\x07_run_id\"\x0e\n\x0cStatsRequest\"\x82\x01\n\rStatsResponse\x12@\n\x08\x63ounters\x18\x01 \x03(\x0b\x32..agentlightning.v1.StatsResponse.CountersEntry\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x32\xbd\x02\n\x0bTransitions\x12G\n\x04Seal\x12\x1e.agentlightning.v1.SealRequest\x1a\x1f.agentlightning.v1.SealResponse\x12I\n\x05\x46\x65tch\x12\x1f.agentlightning.v1.FetchRequest\x1a\x1d.agentlightning.v1.ArrowBatch0\x01\x12N\n\x06\x46ollow\x12 .agentlightning.v1.FollowRequest\x1a .agentlightning.v1.SealedAttempt0\x01\x12J\n\x05Stats\x12\x1f.agentlightning.v1.StatsRequest\x1a .agentlightning.v1.StatsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,20 +41,20 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEALRESPONSE']._serialized_end=359
   _globals['_SEALEDATTEMPT']._serialized_start=362
   _globals['_SEALEDATTEMPT']._serialized_end=525
-  _globals['_INCOMPLETEATTEMPT']._serialized_start=527
-  _globals['_INCOMPLETEATTEMPT']._serialized_end=645
-  _globals['_FETCHREQUEST']._serialized_start=647
-  _globals['_FETCHREQUEST']._serialized_end=771
-  _globals['_ARROWBATCH']._serialized_start=773
-  _globals['_ARROWBATCH']._serialized_end=805
-  _globals['_FOLLOWREQUEST']._serialized_start=807
-  _globals['_FOLLOWREQUEST']._serialized_end=870
-  _globals['_STATSREQUEST']._serialized_start=872
-  _globals['_STATSREQUEST']._serialized_end=886
-  _globals['_STATSRESPONSE']._serialized_start=889
-  _globals['_STATSRESPONSE']._serialized_end=1019
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=972
-  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1019
-  _globals['_TRANSITIONS']._serialized_start=1022
-  _globals['_TRANSITIONS']._serialized_end=1339
+  _globals['_INCOMPLETEATTEMPT']._serialized_start=528
+  _globals['_INCOMPLETEATTEMPT']._serialized_end=667
+  _globals['_FETCHREQUEST']._serialized_start=669
+  _globals['_FETCHREQUEST']._serialized_end=793
+  _globals['_ARROWBATCH']._serialized_start=795
+  _globals['_ARROWBATCH']._serialized_end=827
+  _globals['_FOLLOWREQUEST']._serialized_start=829
+  _globals['_FOLLOWREQUEST']._serialized_end=892
+  _globals['_STATSREQUEST']._serialized_start=894
+  _globals['_STATSREQUEST']._serialized_end=908
+  _globals['_STATSRESPONSE']._serialized_start=911
+  _globals['_STATSRESPONSE']._serialized_end=1041
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_start=994
+  _globals['_STATSRESPONSE_COUNTERSENTRY']._serialized_end=1041
+  _globals['_TRANSITIONS']._serialized_start=1044
+  _globals['_TRANSITIONS']._serialized_end=1361
 # @@protoc_insertion_point(module_scope)

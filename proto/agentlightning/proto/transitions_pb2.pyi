@@ -52,18 +52,20 @@ class SealedAttempt(_message.Message):
     def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., calls_stored: _Optional[int] = ..., generation: _Optional[int] = ..., manifest: _Optional[int] = ..., run_id: _Optional[str] = ..., cursor: _Optional[int] = ..., truncated: bool = ...) -> None: ...
 
 class IncompleteAttempt(_message.Message):
-    __slots__ = ("rollout_id", "attempt", "calls_expected", "calls_stored", "reason")
+    __slots__ = ("rollout_id", "attempt", "calls_expected", "calls_stored", "reason", "unconverted")
     ROLLOUT_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     CALLS_EXPECTED_FIELD_NUMBER: _ClassVar[int]
     CALLS_STORED_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    UNCONVERTED_FIELD_NUMBER: _ClassVar[int]
     rollout_id: str
     attempt: int
     calls_expected: int
     calls_stored: int
     reason: str
-    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., calls_expected: _Optional[int] = ..., calls_stored: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    unconverted: bool
+    def __init__(self, rollout_id: _Optional[str] = ..., attempt: _Optional[int] = ..., calls_expected: _Optional[int] = ..., calls_stored: _Optional[int] = ..., reason: _Optional[str] = ..., unconverted: bool = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("table", "attempts", "columns", "run_id")

@@ -105,6 +105,17 @@ class GatewayClient(JsonClient):
         answer = await self.call("POST", "/api/rollouts/query", {"rollout_ids": list(rollout_ids)})
         return {row["rollout_id"]: row for row in answer["rollouts"]}
 
+    async def peek(self, rollout_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """As `query`, without patience."""
+        body = {"rollout_ids": list(rollout_ids)}
+        answer = await self.call("POST", "/api/rollouts/query", body, patience=0)
+        return {row["rollout_id"]: row for row in answer["rollouts"]}
+
+    async def policies(self) -> list[dict[str, Any]]:
+        """The policies and what holds them, without patience."""
+        answer = await self.call("GET", "/api/policies", patience=0)
+        return list(answer["policies"])
+
     async def cancel(self, rollout_ids: Sequence[str]) -> None:
         await self.call("POST", "/api/rollouts/cancel", {"rollout_ids": list(rollout_ids)})
 

@@ -301,6 +301,12 @@ class LoopConfig(Section):
     new weights."""
 
 
+class WatchdogConfig(Section):
+    stall_s: float = Field(default=50.0, gt=0)
+    """Seconds without anything getting done, after which it is said who waits on whom; then the component is started
+    again, or the run ends."""
+
+
 class EvaluateConfig(Section):
     tasks: int = Field(default=64, ge=0)
     """Held-out tasks, one rollout each; 0 switches evaluation off."""
@@ -377,6 +383,7 @@ class TrainConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     train: TrainSection = TrainSection()
     loop: LoopConfig = LoopConfig()
+    watchdog: WatchdogConfig = WatchdogConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     offline: OfflineConfig = OfflineConfig()

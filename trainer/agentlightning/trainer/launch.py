@@ -16,7 +16,7 @@ from agentlightning.proto.process import read_token, write_private
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.supervisor import Child, Supervisor, free_port
 
-__all__ = ["Layout", "Services", "launch", "start_agents"]
+__all__ = ["READY_TIMEOUT", "Layout", "Services", "launch", "start_agents"]
 
 READY_TIMEOUT = 120.0
 """Seconds; an engine may have to convert and load its model."""

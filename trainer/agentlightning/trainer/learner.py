@@ -99,6 +99,8 @@ class Learner:
         """Optimiser steps taken."""
         self.version = 0
         """Version of the weights: counts the updates that changed them."""
+        self.computed = 0
+        """Passes through the model so far: grows while the learner works."""
         wrong = sorted({str(p.dtype) for p in model.parameters() if p.dtype != torch.float32})
         if wrong:
             raise ConfigError(f"The learner keeps fp32 master weights, but the model has {', '.join(wrong)}.")
@@ -174,6 +176,7 @@ class Learner:
             check_depth(self.model, packed)
             with self._computing():
                 outputs = forward(self.model, packed)
+            self.computed += 1
             scatter(logps, packed, outputs.logp)
             if self.value_head is not None:
                 scatter(values, packed, self.value_head(outputs.hidden).cpu()[packed.row])
@@ -336,6 +339,7 @@ class Learner:
         settings = self.settings
         with self._computing():
             outputs = forward(self.model, packed, entropy=bool(settings.loss.entropy_bonus))
+        self.computed += 1
         logp = outputs.logp
         if batch.fixed_old:
             logp_old = batch.gather([known(a) for a in batch.old], packed, self.device)

@@ -9,14 +9,15 @@ sampled or trained twice.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import random
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -41,7 +42,9 @@ from agentlightning.trainer.rollouts import Collector, Group
 from agentlightning.trainer.samples import samples_table
 from agentlightning.trainer.stream import StreamSupply
 from agentlightning.trainer.supply import StepBatch, StepSupply, Supply
+from agentlightning.trainer.survey import Survey
 from agentlightning.trainer.tasks import Task
+from agentlightning.trainer.watchdog import Watchdog
 
 __all__ = ["Trainer", "build_learner"]
 
@@ -82,7 +85,17 @@ class Trainer:
         console: Console,
         check: Callable[[], None],
         start_agents: Callable[[], None],
+        restart: Callable[[str], bool],
+        starting: Callable[[], Sequence[str]],
+        abandon: Callable[[str], NoReturn],
     ) -> None:
+        """
+        Args:
+            check: raises if a component is gone for good.
+            restart: starts a component again; False if it is not ours.
+            starting: the components that do not serve yet.
+            abandon: ends the process, whatever its threads do.
+        """
         self.config = config
         self.layout = layout
         self.learner = learner
@@ -91,6 +104,9 @@ class Trainer:
         self._services = services
         self._check = check
         self._start_agents = start_agents
+        self._restart = restart
+        self._starting = starting
+        self._abandon = abandon
         self._tasks = tasks
         self._held_out = held_out
         self._cursor: dict[str, Any] | None = None
@@ -151,13 +167,55 @@ class Trainer:
                 drain_s=self.config.loop.drain_s,
             )
             try:
-                await self._steps(collector, publisher)
+                await self._watched(collector, publisher, gateway, engine, transitions)
             finally:
                 await collector.close()
             self._finish(await gateway.stats(self.config.run.name), await transitions.stats())
         finally:
             for client in (gateway, engine, transitions):
                 await client.close()
+
+    async def _watched(
+        self,
+        collector: Collector,
+        publisher: Publisher,
+        gateway: GatewayClient,
+        engine: EngineClient,
+        transitions: TransitionClient,
+    ) -> None:
+        """All steps, and beside them the watchdog."""
+        stall_s = self.config.watchdog.stall_s
+        survey = Survey(
+            gateway,
+            engine,
+            transitions,
+            collector,
+            policy=self.config.policy.name,
+            timeout_s=min(10.0, stall_s / 3),
+            agent_timeout_s=self.config.agent.timeout_s,
+        )
+        watchdog = Watchdog(
+            stall_s=stall_s,
+            look=survey.look,
+            computed=lambda: self.learner.computed,
+            restart=self._restart,
+            starting=self._starting,
+            release=publisher.free,
+            say=self._console.say,
+            record=self.metrics.add,
+            abandon=self._abandon,
+        )
+        work = asyncio.create_task(self._steps(collector, publisher, watchdog))
+        watch = asyncio.create_task(watchdog.run())
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                watch.result()  # raises what it ended with
+            await work
+        finally:
+            for task in (work, watch):
+                task.cancel()
+            await asyncio.gather(work, watch, return_exceptions=True)
 
     def _may_reward(self) -> bool:
         agent = self.config.agent
@@ -168,23 +226,24 @@ class Trainer:
         name = str(health.get("dtype", "")).removeprefix("torch.")
         return getattr(torch, name) if name in ("float32", "bfloat16", "float16") else choose_dtype()[0]
 
-    async def _steps(self, collector: Collector, publisher: Publisher) -> None:
+    async def _steps(self, collector: Collector, publisher: Publisher, watchdog: Watchdog) -> None:
         train = self.config.train
-        verdict = await publisher.begin(self.learner)
+        with watchdog.stage("The comparison of engine and trainer", "own"):
+            verdict = await publisher.begin(self.learner)
         self._console.say(verdict.sentence[:1].upper() + verdict.sentence[1:])
         await asyncio.to_thread(self._start_agents)
         supply = self._supply(collector)
         if self._cursor is not None:
             supply.restore(self._cursor)
-        await self._evaluate(collector)
+        await self._evaluate(collector, watchdog)
         self._console.begin(train.steps, done=self.learner.step)
         while self.learner.step < train.steps:
-            await self._step(supply, publisher)
+            await self._step(supply, publisher, watchdog)
             every = self.config.evaluate.every
             if every and self.learner.step % every == 0 and self.learner.step < train.steps:
-                await self._evaluate(collector)
+                await self._evaluate(collector, watchdog)
         await supply.close()
-        await self._evaluate(collector)
+        await self._evaluate(collector, watchdog)
 
     def _supply(self, collector: Collector) -> Supply:
         config, train = self.config, self.config.train
@@ -221,25 +280,28 @@ class Trainer:
             announce=self._console.rollouts,
         )
 
-    async def _step(self, supply: Supply, publisher: Publisher) -> None:
+    async def _step(self, supply: Supply, publisher: Publisher, watchdog: Watchdog) -> None:
         began = time.monotonic()
         step, version = self.learner.step + 1, self.learner.version
-        batch = await supply.next(step, version)
+        with watchdog.stage(f"Step {step}, sampling,", "rollouts"):
+            batch = await supply.next(step, version)
         seconds = dict(batch.seconds)
         published = None
-        if self.config.loop.kind == "async":
-            held = time.monotonic()
-            async with publisher.standstill():
-                seconds["drain"] = time.monotonic() - held
+        async with contextlib.AsyncExitStack() as stack:
+            if self.config.loop.kind == "async":
+                clock = time.monotonic()
+                with watchdog.stage(f"Step {step}, stopping the engine,", "engine"):
+                    await stack.enter_async_context(publisher.standstill())
+                seconds["drain"] = time.monotonic() - clock
+            with watchdog.stage(f"Step {step}, its update,", "own"):
                 record, stepped = await self._update(supply, step, version, batch, seconds)
                 clock = time.monotonic()
-                if stepped:
-                    published = await publisher.swap(self.learner, await publisher.prepare(self.learner))
-        else:
-            record, stepped = await self._update(supply, step, version, batch, seconds)
-            clock = time.monotonic()
-            if stepped:
-                published = await publisher.publish(self.learner)
+                prepared = await publisher.prepare(self.learner) if stepped else None
+            if prepared is not None:
+                with watchdog.stage(f"The publish of version {self.learner.version}", "engine"):
+                    if self.config.loop.kind == "sync":
+                        await stack.enter_async_context(publisher.standstill())
+                    published = await publisher.swap(self.learner, prepared)
         seconds["publish"] = time.monotonic() - clock
         seconds["total"] = time.monotonic() - began
         record |= {
@@ -327,7 +389,7 @@ class Trainer:
             return
         dataset.commit_manifest(self.layout.data, "trainer", [entry])
 
-    async def _evaluate(self, collector: Collector) -> None:
+    async def _evaluate(self, collector: Collector, watchdog: Watchdog) -> None:
         step = self.learner.step
         if not self._held_out or self.metrics.evaluation(step) is not None:
             return
@@ -338,14 +400,15 @@ class Trainer:
         ]
         policy = self.config.policy
         clock = time.monotonic()
-        collected = await collector.run(
-            groups,
-            split="val",
-            sampling=_sampling(policy.val_sampling or policy.sampling),
-            replace_rounds=self.config.train.refill_rounds,
-            priority=1,  # training rollouts may be queued already, and weights stand still meanwhile
-            on_finish=self._console.rollout,
-        )
+        with watchdog.stage("The evaluation", "rollouts"):
+            collected = await collector.run(
+                groups,
+                split="val",
+                sampling=_sampling(policy.val_sampling or policy.sampling),
+                replace_rounds=self.config.train.refill_rounds,
+                priority=1,  # training rollouts may be queued already, and weights stand still meanwhile
+                on_finish=self._console.rollout,
+            )
         interval = mean_interval(collected.rewards())
         record = self.metrics.add(
             "evaluate",

@@ -108,6 +108,12 @@ class Publisher:
                 await self._gateway.release(self._policy, held[-1], self.served)
             self.held_seconds = time.monotonic() - began
 
+    async def free(self) -> None:
+        """End a hold or a pause that somebody has forgotten."""
+        hold = await self._gateway.hold(self._policy, ttl_s=HOLD_TTL, drain_s=0)
+        await self._engine.resume()
+        await self._gateway.release(self._policy, hold["hold_id"], self.served)
+
     async def publish(self, learner: Learner) -> Published:
         """Serve the learner's weights as its current version; agents wait only for the swap. Raises as `swap`."""
         prepared = await self.prepare(learner)

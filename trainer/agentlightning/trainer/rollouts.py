@@ -276,6 +276,8 @@ class Collector:
         self.gateway = gateway
         self.deadline_s = deadline_s
         """Seconds from a group's start to its end."""
+        self.reading = 0
+        """Attempts that are being sealed and fetched."""
         self._transitions = transitions
         self._run_id = run_id
         self._common = {
@@ -344,6 +346,15 @@ class Collector:
         if self._follower is not None and self._follower.done():
             self._follower.result()
 
+    def pending(self) -> list[str]:
+        """Rollouts of all flows that have not ended, as far as is known."""
+        return sorted(
+            rollout_id
+            for flow in set(self._owners.values())
+            for underway in flow.underway.values()
+            for rollout_id in underway.pending
+        )
+
     def forget(self, rollout_ids: Iterable[str]) -> None:
         for rollout_id in rollout_ids:
             self._owners.pop(rollout_id, None)
@@ -378,7 +389,19 @@ class Collector:
             for rollout_id, row in rows.items()
             if row["attempt"] is not None and row["state"] != "cancelled"
         }
+        self.reading = len(attempts)
+        try:
+            return await self._seal_and_fetch(sets, attempts)
+        finally:
+            self.reading = 0
+
+    async def _seal_and_fetch(
+        self, sets: Sequence[dict[str, Row]], attempts: Mapping[tuple[str, int], int]
+    ) -> list[Collected]:
         sealed = await self._transitions.seal(attempts, timeout_s=self._seal_timeout_s)
+        while any(item.unconverted for item in sealed.incomplete):
+            self.check()  # nothing is missing: the collector is behind, and somebody watches how long
+            sealed = await self._transitions.seal(attempts, timeout_s=self._seal_timeout_s)
         excluded = {item.rollout_id: "incomplete_rollout" for item in sealed.incomplete}
         complete = [key for key in attempts if key[0] not in excluded]
         transitions = await self._transitions.fetch("transitions", complete)

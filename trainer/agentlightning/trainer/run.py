@@ -2,11 +2,15 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
+import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import yaml
 
@@ -16,7 +20,7 @@ from agentlightning.trainer.comparison import compare_evaluations
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.console import Console
 from agentlightning.trainer.interval import Interval
-from agentlightning.trainer.launch import Layout, launch, start_agents
+from agentlightning.trainer.launch import READY_TIMEOUT, Layout, launch, start_agents
 from agentlightning.trainer.loop import Trainer, build_learner
 from agentlightning.trainer.metrics import Metrics
 from agentlightning.trainer.model import resolve_model
@@ -69,6 +73,9 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
                 console=console,
                 check=supervisor.check,
                 start_agents=lambda: start_agents(config, layout, supervisor, services, say=console.say),
+                restart=supervisor.restart,
+                starting=lambda: supervisor.starting(patience=READY_TIMEOUT),
+                abandon=functools.partial(abandon, console, supervisor),
             )
             for sink in sinks:
                 trainer.metrics.listen(sink)
@@ -90,6 +97,15 @@ def train(config: TrainConfig, *, resume: bool, log_level: str = "warning", advi
         if advice:
             console.say(advice)
     return 0
+
+
+def abandon(console: Console, supervisor: Supervisor, sentence: str) -> NoReturn:
+    """End this process although one of its threads does not."""
+    console.say(f"The run stopped: {sentence}")
+    console.say("The same command with --resume goes on from the last checkpoint.")
+    supervisor.stop()
+    sys.stdout.flush()
+    os._exit(1)
 
 
 @contextlib.contextmanager

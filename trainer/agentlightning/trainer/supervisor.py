@@ -6,9 +6,11 @@ with a sentence. Children end when this process ends, even by `kill -9` (see pro
 """
 
 import contextlib
+import json
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -46,6 +48,7 @@ class Child:
     log: Path
     ready: Path
     process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
     restarts: list[float] = field(default_factory=list)
     total_restarts: int = 0
     failure: str | None = None
@@ -96,6 +99,34 @@ class Supervisor:
         for child in self.children.values():
             if child.failure is not None:
                 raise ChildFailed(child.failure)
+
+    def restart(self, name: str) -> bool:
+        """Kill a component, so that it is started again; False if it is none of ours.
+
+        With it go the processes that it started and left in its group: one of them may be what hangs. The
+        controller's launcher has to end the agents first, and does so when the controller is gone.
+        """
+        child = self.children.get(name)
+        if child is None or child.process is None:
+            return False
+        logger.warning("The %s is killed, to be started again.", name)
+        with contextlib.suppress(ProcessLookupError):
+            if name == "controller":
+                child.process.kill()
+            else:
+                os.killpg(child.process.pid, signal.SIGKILL)
+        return True
+
+    def starting(self, *, patience: float) -> list[str]:
+        """Components that do not serve yet; each for at most `patience` seconds."""
+        now = time.monotonic()
+        return [
+            name
+            for name, child in self.children.items()
+            if child.process is not None
+            and ready_pid(child.ready) != child.process.pid
+            and now - child.started < patience
+        ]
 
     def restarts(self) -> dict[str, int]:
         """How often each component had to be started again."""
@@ -158,6 +189,7 @@ class Supervisor:
         if first:
             child.ready.unlink(missing_ok=True)
         with open(child.log, "ab") as log:
+            child.started = time.monotonic()
             child.process = subprocess.Popen(
                 [sys.executable, *child.command()],
                 stdin=subprocess.DEVNULL,
@@ -166,6 +198,14 @@ class Supervisor:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is for us; we stop the children in order
             )
+
+
+def ready_pid(path: Path) -> int | None:
+    """The process that wrote a ready file."""
+    try:
+        return int(json.loads(path.read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def free_port() -> int:

@@ -336,6 +336,18 @@ class PolicyRow(Answer):
     version: int | None
 
 
+class PolicyState(Answer):
+    policy: str
+    version: int | None
+    hold_id: str | None = Field(description="whose hold makes calls wait; null: they go through")
+    hold_expires: float | None
+    in_flight: int
+
+
+class PolicyStates(Answer):
+    policies: list[PolicyState]
+
+
 class Engine(Request):
     engine_id: Identifier
     policy: Identifier

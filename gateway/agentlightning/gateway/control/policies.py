@@ -9,6 +9,7 @@ from agentlightning.gateway.gateway import Gateway
 __all__ = [
     "hold",
     "list_engines",
+    "list_policies",
     "probe_engine",
     "put_engine",
     "put_policy",
@@ -30,6 +31,22 @@ async def put_policy(gateway: Gateway, call: Call[models.Policy]) -> dict[str, A
         "base_model": policy.base_model,
         "sampling": policy.sampling,
         "version": policy.version,
+    }
+
+
+async def list_policies(gateway: Gateway, call: Call[None]) -> dict[str, Any]:
+    """All policies, and whether their calls are held."""
+    return {
+        "policies": [
+            {
+                "policy": policy.name,
+                "version": policy.version,
+                "hold_id": policy.hold_id if policy.held else None,
+                "hold_expires": policy.hold_expires if policy.held else None,
+                "in_flight": policy.in_flight,
+            }
+            for policy in gateway.policies
+        ]
     }
 
 

@@ -116,6 +116,13 @@ OPERATIONS: Final = (
         roles=("trainer",),
     ),
     Operation(
+        method="GET",
+        path="/api/policies",
+        handler=policies.list_policies,
+        answer=models.PolicyStates,
+        roles=("trainer",),
+    ),
+    Operation(
         method="POST",
         path="/api/engines",
         handler=policies.put_engine,

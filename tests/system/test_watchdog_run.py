@@ -49,7 +49,7 @@ def test_what_stops_moving_is_named_and_helped_and_the_run_goes_on(
             "target": "stalling:solve",
             "evaluator": "stalling:evaluate",
             "env": ["STALL_FILE"],
-            "timeout_s": 12,
+            "timeout_s": 60,
         },
         train={"steps": 200},
         evaluate={"tasks": 0},
@@ -70,8 +70,8 @@ def test_what_stops_moving_is_named_and_helped_and_the_run_goes_on(
     said("The engine is started again.")
     os.kill(converter_of(run.pid("collector")), signal.SIGSTOP)
     said("The collector is started again.")
-    (tmp_path / "stall").touch()
-    said("1 agents; the first, rollout run.")
+    (tmp_path / "stall").touch()  # its controller will end this one, at its time limit
+    wait_for(lambda: "1 agents; the first, rollout run." in run.output.read_text(), why=run.output.read_text)
 
     assert run.process is not None
     run.process.send_signal(signal.SIGTERM)

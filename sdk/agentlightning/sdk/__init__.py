@@ -12,6 +12,17 @@ The names below are the whole interface; the modules beneath are private.
 
 from agentlightning.sdk._instrument import flush, instrument, uninstrument
 from agentlightning.sdk._losses import counters
-from agentlightning.sdk._spans import Rollout, agent, reward, rollout
+from agentlightning.sdk._rewards import Judgement, reward
+from agentlightning.sdk._spans import Rollout, agent, rollout
 
-__all__ = ["Rollout", "agent", "counters", "flush", "instrument", "reward", "rollout", "uninstrument"]
+__all__ = [
+    "Judgement",
+    "Rollout",
+    "agent",
+    "counters",
+    "flush",
+    "instrument",
+    "reward",
+    "rollout",
+    "uninstrument",
+]

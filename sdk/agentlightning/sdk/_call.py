@@ -7,7 +7,6 @@ instrumentations end their spans there. Nothing here may raise into the caller, 
 
 import json
 import time
-import zlib
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -20,6 +19,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from agentlightning.proto import attributes as names
 from agentlightning.proto.ids import call_id
 from agentlightning.sdk import _bodies, _streams, lineage
+from agentlightning.sdk._encodings import Decode, decoder
 from agentlightning.sdk._identity import baggage_header, from_context, from_environment
 from agentlightning.sdk._instrument import tracer
 from agentlightning.sdk._losses import count, guarded
@@ -99,7 +99,7 @@ class Call:
         self._data = bytearray()
         self._looked = 0  # up to where the end of a stream has been looked for
         self._length: int | None = None
-        self._inflate: Any = None  # zlib's decompression object
+        self._decode: Decode | None = None
         self._encoded = False
         self._too_large = False
         self.parsed: Any = None
@@ -118,10 +118,9 @@ class Call:
             return
         self._streamed = headers.get("content-type", "").lower().startswith("text/event-stream")
         encoding = headers.get("content-encoding", "identity").strip().lower()
-        if encoding == "gzip":
-            self._inflate = zlib.decompressobj(zlib.MAX_WBITS | 16)
-        elif encoding not in ("", "identity"):
-            self._encoded = True
+        if encoding not in ("", "identity"):
+            self._decode = decoder(encoding)
+            self._encoded = self._decode is None
         elif headers.get("content-length", "").isdecimal():
             self._length = int(headers["content-length"])
 
@@ -130,7 +129,7 @@ class Call:
         """A piece of the body, on its way to the caller."""
         if self.done or self._too_large or self._encoded:
             return
-        self._data += chunk if self._inflate is None else self._inflate.decompress(chunk)
+        self._data += chunk if self._decode is None else self._decode(chunk)
         if len(self._data) > MAX_BODY:
             self._too_large = True
             self._data.clear()

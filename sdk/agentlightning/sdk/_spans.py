@@ -1,9 +1,8 @@
-"""The three things that a program can tell us itself: a rollout, an agent, a reward."""
+"""What a program can tell us of itself: a rollout, an agent. (Its rewards: `_rewards`.)"""
 
 import functools
 import inspect
 import json
-import math
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
@@ -21,16 +20,16 @@ from agentlightning.sdk._instrument import is_instrumented, tracer
 from agentlightning.sdk._losses import count, warn_once
 from agentlightning.sdk._secrets import redact_text
 
-__all__ = ["Rollout", "agent", "reward", "rollout"]
+__all__ = ["Rollout", "Scope", "agent", "rollout", "warn_if_off"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class _Scope:
+class Scope:
     """A span that is current inside a `with` or `async with` block."""
 
     def __init__(self) -> None:
-        self._span: Span | None = None
+        self.span: Span | None = None
         self._token: Any = None
 
     def _open(self) -> tuple[Span, Context]:
@@ -40,12 +39,12 @@ class _Scope:
         _end(span, error)
 
     def __enter__(self) -> Self:
-        if self._span is not None:
+        if self.span is not None:
             raise RuntimeError(
                 f"This {type(self).__name__} has been entered before: make a new one for each block."
             )
-        _warn_if_off(type(self).__name__)
-        self._span, context = self._open()
+        warn_if_off(type(self).__name__)
+        self.span, context = self._open()
         self._token = context_api.attach(context)
         return self
 
@@ -53,8 +52,8 @@ class _Scope:
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         context_api.detach(self._token)
-        if self._span is not None:
-            self._close(self._span, error)
+        if self.span is not None:
+            self._close(self.span, error)
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -65,7 +64,7 @@ class _Scope:
         self.__exit__(kind, error, where)
 
 
-class Rollout(_Scope):
+class Rollout(Scope):
     """One execution of an agent on one task. Made by `rollout`; a context manager, sync or async."""
 
     def __init__(self, identity: Identity, task: Any, *, owned: bool) -> None:
@@ -169,7 +168,7 @@ def rollout(
     return Rollout(identity, task, owned=inherited is None)
 
 
-class agent(_Scope):
+class agent(Scope):
     """An agent at work: its model calls, tools and inner agents are its subtree.
 
     A context manager, sync or async, or a decorator of functions, coroutines and (async) generators.
@@ -256,7 +255,7 @@ class _Steps:
     """The span of a generator: current while a step of it runs, not while its consumer does."""
 
     def __init__(self, scope: agent) -> None:
-        self._span, self._context = scope._open()
+        self.span, self._context = scope._open()
         self.error: BaseException | None = None
 
     def __enter__(self) -> None:
@@ -267,67 +266,7 @@ class _Steps:
 
     def end(self) -> None:
         # GeneratorExit is a consumer that has seen enough, not a failure.
-        _end(self._span, None if isinstance(self.error, GeneratorExit) else self.error)
-
-
-def reward(
-    value: float,
-    name: str = names.DEFAULT_REWARD,
-    of: Any = None,  # a Rollout, a span, a response or a response's id
-    *,
-    label: str | None = None,
-    explanation: str | None = None,
-) -> None:
-    """Judge what has just been done.
-
-    Args:
-        value: The score; a finite number.
-        name: What is judged, when there is more than one reward.
-        of: What it judges. Default: the span that is current, so inside `agl.agent(...)` that agent's work, else
-            the rollout. Or a rollout, a span, a model's response, or a response's id.
-        label: A word for the score, such as `pass`.
-        explanation: Why.
-    """
-    if isinstance(value, str | bytes):
-        raise ValueError(f"A reward must be a number, not the text {value!r}.")
-    score = float(value)
-    if not math.isfinite(score):
-        count("rewards_not_finite")
-        raise ValueError(
-            f"The reward {name!r} is {score}: it must be a finite number, or training would learn nothing."
-        )
-    if not isinstance(name, str) or not name:
-        raise ValueError(f"A reward's name must be a text that is not empty, not {name!r}.")
-    context, response_id = _judged(of)
-    _warn_if_off("reward")
-    attributes: dict[str, Any] = {names.EVALUATION_NAME: name, names.EVALUATION_SCORE: score}
-    if response_id is not None:
-        attributes[names.RESPONSE_ID] = response_id
-    if label is not None:
-        attributes[names.EVALUATION_LABEL] = label
-    if explanation is not None:
-        attributes[names.EVALUATION_EXPLANATION] = explanation
-    tracer().start_span(names.EVALUATION_RESULT, context, SpanKind.INTERNAL, attributes).end()
-
-
-def _judged(of: Any) -> tuple[Context | None, str | None]:
-    """The parent context of a reward, and the response id that it names."""
-    if of is None:
-        return None, None
-    if isinstance(of, Rollout):
-        if of._span is None:
-            raise ValueError("The rollout has not begun: use it as a context manager before it is rewarded.")
-        return into_context(of.identity, trace.set_span_in_context(of._span)), None
-    if isinstance(of, _Scope) and of._span is not None:
-        of = of._span
-    if isinstance(of, Span):
-        context = trace.set_span_in_context(of)
-        identity = Identity.from_attributes(getattr(of, "attributes", None) or {})
-        return (into_context(identity, context) if identity else context), None
-    response_id = of if isinstance(of, str) else getattr(of, "id", None)
-    if isinstance(response_id, str) and response_id:
-        return None, response_id
-    raise ValueError(f"A reward can be of a rollout, a span, a response or a response's id, not of {of!r}.")
+        _end(self.span, None if isinstance(self.error, GeneratorExit) else self.error)
 
 
 def _end(span: Span, error: BaseException | None) -> None:
@@ -351,7 +290,7 @@ def _outcome(error: BaseException | None) -> tuple[str, str | None]:
     return "failed", "timeout" if isinstance(error, TimeoutError) else "agent_error"
 
 
-def _warn_if_off(what: str) -> None:
+def warn_if_off(what: str) -> None:
     if not is_instrumented():
         count("used_before_instrument")
         warn_once("off", "agl.%s was used before agl.instrument(): it is not recorded.", what.lower())

@@ -235,6 +235,36 @@ def test_text_alone_is_learnt_with_what_the_assistant_said_and_its_end(
     assert not prepared.counters
 
 
+def test_tools_are_in_the_prompt_and_their_results_are_not_learnt(tiny_model: Path, tmp_path: Path) -> None:
+    """The prompt is the one that the engine renders for the same request."""
+    from agentlightning.trainer.engine.chat import Template
+
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    called = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    calls: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [called]}
+    asked = [user("1 + 1?")]
+    result = {"role": "tool", "tool_call_id": "1", "content": "the sum is 2"}
+    told = [
+        Spoken(messages=asked, answer=calls, tools=[tool], policy=None),
+        Spoken(messages=[*asked, calls, result], answer=assistant("two"), tools=[tool], policy=None),
+    ]
+    data = open_dataset(write_recording(tmp_path, [Told("r", told)]))
+    config = configuration(tiny_model, tmp_path, "offline.method=sft")
+    prepared = prepare_imitation(config, data, transcriber(tiny_model, 2048), read_index(data).entries)
+    (sample,) = prepared.samples
+    tokenizer = load_tokenizer(tiny_model)
+    learnt = tokenizer.decode(sample.token_ids[sample.mask])
+    assert '"name": "add"' in learnt
+    assert learnt.endswith("<|im_end|>two<|im_end|>")
+    assert "the sum is 2" not in learnt
+    assert "the sum is 2" in tokenizer.decode(sample.token_ids)
+    rendered = Template(tokenizer, verbatim_arguments=True).render(asked, [tool])
+    assert sample.token_ids[: len(rendered)].tolist() == rendered
+
+
 def test_the_loss_of_imitation_is_the_negative_log_likelihood_and_falls(
     tiny_model: Path, tmp_path: Path
 ) -> None:

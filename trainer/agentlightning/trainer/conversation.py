@@ -1,8 +1,8 @@
 """What was said in a call, as chat messages: for text-based training, rewards and exports.
 
-Bodies are read in OpenAI's chat form, which the data set holds whatever API the agent spoke. Messages keep role,
-content, reasoning, tool calls and their results; what says nothing about the conversation (refusal: null, audio,
-annotations) goes, so that the same conversation is the same value wherever it is read from.
+Whatever API the agent spoke (see `wire_forms`), messages are in OpenAI's chat form. They keep role, content, reasoning,
+tool calls and their results; what says nothing about the conversation (refusal: null, audio, annotations) goes, so that
+the same conversation is the same value wherever it is read from.
 """
 
 import contextlib
@@ -10,6 +10,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import orjson
+
+from agentlightning.trainer.wire_forms import answers_of, messages_of, tools_of
 
 __all__ = [
     "COLUMNS",
@@ -68,13 +72,13 @@ class Exchange:
 
 
 def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
-    """A row of `transitions` as messages, or why it has none: `call_error`, `no_messages`, `no_answer`, `several_answers`."""
+    """A row of `transitions` as messages, or why it has none: `call_error`, `no_messages`, `no_answer`, …"""
     if row["error"] is not None:
         return "call_error"
     request = _parse(row["request"])
-    messages = _dicts(request.get("messages"))
-    if not messages:
-        return "no_messages"
+    messages = messages_of(request)
+    if isinstance(messages, str):
+        return messages
     answer = read_answer(row["response"])
     if isinstance(answer, str):
         return answer
@@ -84,7 +88,7 @@ def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
         agent=row["agent"],
         model=row["policy"] or row["model"],
         messages=tuple(_message(message) for message in messages),
-        tools=tuple(_dicts(request.get("tools"))),
+        tools=tuple(tools_of(request)),
         answer=answer,
         reward=row["reward"],
     )
@@ -92,7 +96,7 @@ def read_exchange(row: Mapping[str, Any]) -> Exchange | str:
 
 def read_answer(response: str | None) -> Message | str:
     """The message of a response, or why there is none: `no_answer`, `several_answers`."""
-    answers = _dicts([choice.get("message") for choice in _dicts(_parse(response).get("choices"))])
+    answers = answers_of(_parse(response))
     if len(answers) != 1:
         return "several_answers" if answers else "no_answer"
     return _message({"role": "assistant", **answers[0]})
@@ -182,7 +186,7 @@ def _dicts(value: Any) -> list[dict[str, Any]]:
 
 def _parse(text: str | None) -> dict[str, Any]:
     try:
-        body = json.loads(text) if text else {}
-    except ValueError:
+        body = orjson.loads(text) if text else {}
+    except orjson.JSONDecodeError:
         return {}
     return body if isinstance(body, dict) else {}

@@ -1,5 +1,6 @@
 # make quickstart   install what it needs into .venv, and train an agent (minutes, no GPU)
 # make test         install what it needs into .venv, and run checks and tests
+# make torture      kill the collector 200 times, and look for every span (minutes)
 # make bench        run all benchmarks (after make quickstart)
 # make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
 # make bench-gateway     the gateway beside other proxies (the same)
@@ -12,7 +13,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check unit lock bench bench-collector bench-gateway torture-gateway generate clean
+.PHONY: quickstart test check unit torture lock bench bench-collector bench-gateway torture-gateway generate clean
 
 quickstart: $(INSTALLED)
 	$(BIN)/agl quickstart
@@ -52,6 +53,9 @@ bench-gateway: $(INSTALLED)
 
 torture-gateway: $(INSTALLED)
 	TORTURE_KILLS=200 TORTURE_OUTAGE_S=30 $(BIN)/python -m pytest tests/gateway/test_gateway_chaos.py -s
+
+torture: $(INSTALLED)
+	$(BIN)/python tests/support/torture.py --kills 200
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

@@ -217,6 +217,27 @@ def test_a_body_that_cannot_be_read_is_counted_and_stops_nothing(place: Place) -
     assert place.dataset.counters()["undecodable"] == 4
 
 
+def test_damaged_journal_bytes_are_counted_and_cost_only_themselves(place: Place) -> None:
+    place.send(*whole("before", 1))
+    begin = int.from_bytes((place.root / "journal" / "committed").read_bytes(), "little")
+    place.send(*whole("damaged", 1))
+    place.send(*whole("after", 1))
+    with open(place.root / "journal" / f"{0:016x}.log", "r+b") as file:
+        file.seek(begin + 100)
+        file.write(b"\xff" * 8)
+    place.restart()
+    for rollout in ("before", "damaged", "after"):
+        place.seal(rollout, 1)
+    place.run(later=3)
+    assert sorted(rollout for rollout, _ in place.dataset.attempts) == ["after", "before"]
+    place.send(*whole("more", 1))
+    place.seal("more", 1)
+    place.restart()  # it is read again, and not counted again
+    place.run(later=3)
+    assert place.dataset.counters()["journal_quarantined"] == 1
+    assert len(list((place.root / "journal" / "quarantine").iterdir())) == 1
+
+
 def test_killed_between_the_files_and_the_manifest_nothing_is_lost_or_doubled(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ import random
 import resource
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -233,6 +233,67 @@ def test_a_full_disk_refuses_and_when_there_is_room_it_goes_on(tmp_path: Path) -
     )
     assert "refused: The journal at" in done.stdout
     assert bodies(read(tmp_path)) == [b"kept" * 500, b"again"]
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of two MiB."""
+    place = tmp_path / "tiny"
+    place.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)]
+    if os.geteuid() != 0 or subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("a file system can only be mounted by root")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_on_a_disk_that_fills_up_nothing_is_acknowledged_that_is_not_kept(tiny_disk: Path) -> None:
+    sent = [b"%d" % n * 4000 for n in range(1000)]
+    ballast = tiny_disk / "ballast"
+    ballast.write_bytes(bytes(1 << 20))
+
+    async def go() -> list[bytes]:
+        journal = Journal(tiny_disk / "journal", segment_bytes=128 << 10)
+        kept = []
+        for body in sent:
+            try:
+                await journal.append(Kind.TRACES, body)
+            except JournalUnavailable:
+                break
+            kept.append(body)
+        assert "cannot be written" in journal.failed
+        for body in sent[:5]:  # and it stays so, without harm
+            with pytest.raises(JournalUnavailable):
+                await journal.append(Kind.TRACES, bytes(200_000) + body)
+        ballast.unlink()
+        for body in sent[-3:]:
+            await journal.append(Kind.TRACES, body)
+            kept.append(body)
+        assert not journal.failed
+        await asyncio.to_thread(journal.close)
+        return kept
+
+    kept = asyncio.run(go())
+    assert len(kept) > 20
+    assert bodies(read(tiny_disk / "journal")) == kept
+    write(tiny_disk / "journal", [b"after a restart"], segment_bytes=64 << 10)
+    assert bodies(read(tiny_disk / "journal")) == [*kept, b"after a restart"]
+
+
+def test_a_segment_has_its_blocks_before_it_is_written(tmp_path: Path) -> None:
+    async def go() -> None:
+        journal = Journal(tmp_path, segment_bytes=1 << 20)
+        for n in range(3):  # a sync need not write the file's size: it does not change
+            await journal.append(Kind.TRACES, b"%d" % n * 1000)
+            status = segment_path(tmp_path, 0).stat()
+            assert status.st_size == 1 << 20
+            assert status.st_blocks * 512 >= 1 << 20
+        assert bodies(read(tmp_path)) == [b"0" * 1000, b"1" * 1000, b"2" * 1000]
+        end = journal.end
+        await asyncio.to_thread(journal.close)
+        assert segment_path(tmp_path, 0).stat().st_size == end  # what was not needed is given back
+
+    asyncio.run(go())
 
 
 def test_a_closed_journal_refuses(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -235,6 +236,49 @@ def test_follow_gives_sealed_attempts_in_order_and_goes_on_from_a_cursor(collect
         later = stub.Follow(pb.FollowRequest(cursor=got[0].cursor, run_id="run"), timeout=60)
         assert [next(later).rollout_id, next(later).rollout_id] == ["r1", "r2"]
         later.cancel()
+
+
+def test_ten_thousand_rollouts_are_followed_and_fetched_by_a_client_that_breaks_off(collector: Any) -> None:
+    count, slice_ = 10_000, 500
+    names = [f"r{n:05d}" for n in range(count)]
+    for first in range(0, count, slice_):
+        some = names[first : first + slice_]
+        request = ExportTraceServiceRequest()
+        for name in some:
+            request.MergeFromString(request_of(name, 0, [llm_span(name, 0, 0), rollout_span(name, 0, 1)]))
+        send(collector, request.SerializeToString())
+        sealed, incomplete = seal(collector, {(name, 0): 1 for name in some}, timeout_s=60)
+        assert (len(sealed), len(incomplete)) == (slice_, 0)
+
+    followed: list[str] = []
+    cursor = 0
+    draw = random.Random(1)
+    while len(followed) < count:  # now and then the connection breaks, in the middle of a commit too
+        with grpc.insecure_channel(collector.grpc) as channel:
+            stream = TransitionsStub(channel).Follow(pb.FollowRequest(cursor=cursor), timeout=60)
+            for _ in range(min(count - len(followed), draw.randrange(1, 2500))):
+                entry = next(stream)
+                followed.append(entry.rollout_id)
+                cursor = entry.cursor
+            stream.cancel()
+    assert followed == names
+
+    fetched: set[str] = set()
+    with grpc.insecure_channel(collector.grpc) as channel:
+        stub = TransitionsStub(channel)
+        broken = stub.Fetch(pb.FetchRequest(table="transitions"), timeout=60)
+        part = pa.ipc.open_stream(next(broken).ipc_stream).read_all()
+        assert 0 < len(part) < count
+        broken.cancel()
+        for first in range(0, count, 2500):  # and goes on with what it has not got
+            wanted = [pb.Attempt(rollout_id=name) for name in names[first : first + 2500]]
+            rows = fetch(collector, table="transitions", attempts=wanted, columns=["rollout_id"])
+            assert len(rows) == 2500
+            fetched.update(rows.column("rollout_id").to_pylist())
+    assert fetched == set(names)
+    status = Path(f"/proc/{collector.pid}/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+    assert int(peak.split()[1]) < 400 << 10  # KiB
 
 
 def test_wrong_requests_are_one_sentence(collector: Any) -> None:

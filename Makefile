@@ -4,7 +4,7 @@
 # make bench        run all benchmarks (after make quickstart)
 # make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
 # make bench-gateway     the gateway beside other proxies (the same)
-# make torture-gateway   kill the gateway 200 times under load, and check every promise (a quarter of an hour)
+# make torture-gateway   kill the gateway 200 times under load, hold it for a minute, and check every promise (a quarter of an hour)
 # make lock         resolve requirements/all.lock anew
 # make generate     write generated code and pages anew
 
@@ -52,7 +52,7 @@ bench-gateway: $(INSTALLED)
 	$(BIN)/python benchmarks/gateway_peers.py
 
 torture-gateway: $(INSTALLED)
-	TORTURE_KILLS=200 TORTURE_OUTAGE_S=30 $(BIN)/python -m pytest tests/gateway/test_gateway_chaos.py -s
+	TORTURE_KILLS=200 TORTURE_OUTAGE_S=30 TORTURE_HOLD_S=60 $(BIN)/python -m pytest tests/gateway/test_gateway_chaos.py tests/gateway/test_gateway_hold.py -s
 
 torture: $(INSTALLED)
 	$(BIN)/python tests/support/torture.py --kills 200

@@ -1,4 +1,4 @@
-"""Write `docs/configuration.md`, and the tables of `docs/data.md` and `docs/engine.md`, from the code, or check that they are current.
+"""Write `docs/configuration.md` and the tables of `docs/data.md`, `docs/engine.md` and `docs/control-api.md` from the code, or check that they are current.
 
 python docs/generate.py            # write
 python docs/generate.py --check    # exit 1 if a page differs
@@ -13,11 +13,80 @@ import pyarrow as pa
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from agentlightning.gateway.control import openapi
+from agentlightning.gateway.control.table import OPERATIONS
 from agentlightning.proto.schemas import TABLES
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.engine.fields import FIELDS, Only
 
 HERE = Path(__file__).parent
+
+CONTROL_API = """\
+# Control API of the gateway
+
+JSON over HTTP, for trainers, controllers and administrators; agents have no business here. The tables are generated from
+`gateway/agentlightning/gateway/control/`; a running gateway serves the same as an OpenAPI 3.1 document at
+`GET /api/openapi.json`. Every request may be repeated: it changes nothing the second time, and gets the same answer. A field
+that is null is as one that is absent; an unknown field is refused.
+
+## Roles
+
+`--token-file` names a JSON file (mode 0600) with the bearer tokens of `admin`, `trainer` and `controller`; without it all is
+open, which is possible on loopback only. The admin may do everything, and alone registers engines: nobody else says where
+calls go, and a redirect of an engine is not followed. An agent's key is the **rollout's token** that a claim brings: signed, of
+one attempt, for that attempt's model calls and spans, and, where the rollout was enqueued with `rights: ["reward"]`, its
+rewards. It ends with its attempt, with `--token-ttl-s`, or with `POST /api/rollouts/revoke`. Clients that cannot set a key use it
+as a path, `/r/<token>/v1/…`; paths are never logged.
+
+## Errors
+
+`{"error": {"message", "code"}}`. 400 says which field is wrong, 401 and 403 who may, 404 what is not there, 409 that something
+newer has won (a stale attempt, a hold that another has taken over: nothing was changed), 413 and 431 what is too large, 503 that
+trying again helps. All are counted by code under `GET /api/stats` and `/metrics`.
+
+## States
+
+A rollout is `queued`, `running`, then `succeeded`, `failed` or `cancelled`, which is final. A claim starts the next attempt
+under a lease that heartbeats extend. An attempt that is `lost` (no heartbeat) or an `infra_error` is tried again, up to
+`max_attempts`; `agent_error`, `timeout` and `context_overflow` are results. An agent's failure counts as an `infra_error` if a
+model call had failed by the engine's or the gateway's fault, and no retry had mended it. Every change is compare-and-set on the
+attempt and its version.
+
+The end of an attempt goes to the collector as a span, with the ids of the calls whose answers the agent got. A call that was
+recorded, but whose answer never left (the gateway was killed in between), is `unanswered` in the data set, and counts neither as
+expected nor as stored. Followers see a rollout (`change`) when the collector has that span.
+
+## Database
+
+SQLite under `--state` by default: a killed process loses nothing; with `--durability power` every commit is synced to disk, and
+a power cut loses nothing either. Or PostgreSQL (`pip install "agentlightning[postgres]"`,
+`--database postgresql://USER@HOST/NAME`, the password in `~/.pgpass`): then several gateways may share it, behind any load
+balancer, each with its own `--state`. What one is told, the others know within a second: engines, policies, holds (a hold waits for
+the calls of all gateways), and attempts that ended. Spans that a dead gateway had not sent yet are sent by another. Their clocks
+must agree to a second.
+
+Ended rollouts of a run are forgotten when nothing of it is open and nothing was added to it for `--keep-days` (30), and beyond
+`--keep-rollouts`, the oldest runs first; counted as `rollouts_forgotten`. A run that is resumed within that time finds its
+outcomes. The data set is not touched.
+
+## Engines and holds
+
+A rollout keeps its engine, for its prefix cache, unless that has more than four calls more in flight than the least busy one.
+An engine is asked for its `/health` every two seconds. After `--engine-failures` (5) failed calls in a row its **breaker** opens: no
+call for a second, then one that decides; the pause doubles up to 30 s. `GET /api/engines` and `/metrics` show state and reason. A
+call is given to another engine only while nothing can have been sampled: it could not connect, or was refused with 429 or 503.
+
+During a **hold** calls wait: streams have their headers and get comments, plain requests just take longer; a client's own
+timeout (ten minutes in OpenAI's and Anthropic's) is the only limit. `drain_s` bounds the wait for calls in flight; what
+is left goes on, or is kept by an engine that is paused (`POST /pause` of the embedded engine) and finished on the new weights. A
+hold ends by itself after `ttl_s`.
+
+## Limits
+
+`--max-body-mib` (16), `--max-header-kib` (64), and `--client-timeout-s` (60): for the headers to come, for a body to begin (it may
+take longer by a second for every 16 KiB), and for a client to read what it is sent. Counted as `headers_too_large`,
+`slow_headers_dropped`, `slow_body_dropped`, `slow_reader_dropped`. `--tls-cert` and `--tls-key` serve HTTPS, and nothing else.
+"""
 
 CONFIGURATION = """\
 # Configuration
@@ -176,11 +245,52 @@ def engine() -> str:
     return "".join(parts)
 
 
+def control_api() -> str:
+    parts = [CONTROL_API, "\n## Operations\n\n| request | for | |\n|---|---|---|\n"]
+    for operation in OPERATIONS:
+        who = ", ".join(("admin", *operation.roles))
+        if operation.right is not None:
+            who += f"; the rollout's token with the right `{operation.right}`"
+        parts.append(f"| `{operation.method} {operation.path}` | {who} | {openapi.summary(operation)} |\n")
+    done: set[type[BaseModel]] = set()
+    for operation in OPERATIONS:
+        if operation.asks is not None and operation.asks not in done:
+            done.add(operation.asks)
+            where = "parameter" if operation.method == "GET" else "field"
+            parts.append(
+                f"\n### `{operation.method} {operation.path}`\n\n| {where} | default | |\n|---|---|---|\n"
+            )
+            parts.extend(_fields("", operation.asks))
+    return "".join(parts)
+
+
+def _fields(prefix: str, model: type[BaseModel]) -> list[str]:
+    rows = []
+    for name, field in model.model_fields.items():
+        default = "needed" if field.is_required() else f"`{json.dumps(field.default)}`"
+        rows.append(f"| `{prefix}{name}` | {default} | {_words(field)} |\n")
+        inner = [
+            part
+            for part in _parts(field.annotation)
+            if isinstance(part, type) and issubclass(part, BaseModel)
+        ]
+        for part in inner:
+            many = "[]" if "list" in str(field.annotation) else ""
+            rows.extend(_fields(f"{prefix}{name}{many}.", part))
+    return rows
+
+
+def _parts(annotation: object) -> list[object]:
+    """A type and those that it is made of."""
+    return [annotation, *(part for inner in get_args(annotation) for part in _parts(inner))]
+
+
 def main() -> int:
     pages = {
         HERE / "configuration.md": configuration(),
         HERE / "data.md": data(),
         HERE / "engine.md": engine(),
+        HERE / "control-api.md": control_api(),
     }
     if sys.argv[1:] != ["--check"]:
         for path, text in pages.items():

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+
+from agentlightning.gateway.control.table import OPERATIONS
 
 TOKENS = {
     "admin": "admin-token-0123456789",
@@ -385,7 +388,9 @@ class Gateway:
         key = key or self.tokens.get(role)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        return self.http.request(method, path, content=content, headers=headers)
+        response = self.http.request(method, path, content=content, headers=headers)
+        check_documented(method, path, response)
+        return response
 
     def ask(
         self, method: str, path: str, body: Any = None, *, role: str = "trainer", key: str | None = None
@@ -427,6 +432,20 @@ class Gateway:
         body = {"model": "default", "messages": [{"role": "user", "content": "hello"}], **fields}
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         return self.http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def check_documented(method: str, path: str, response: httpx.Response) -> None:
+    """Every answer of the control API is what its OpenAPI document says."""
+    asked = path.partition("?")[0]
+    fixed_first = sorted(OPERATIONS, key=lambda operation: "{" in operation.path)
+    for operation in fixed_first:
+        pattern = re.sub(r"{\w+}", "[^/]+", operation.path)
+        if operation.method == method and re.fullmatch(pattern, asked):
+            if response.status_code == 200 and response.headers["content-type"] == "application/json":
+                operation.answer.model_validate(response.json())
+            elif response.status_code >= 400:
+                assert set(response.json()["error"]) >= {"message", "code"}
+            return
 
 
 def task(**fields: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import base64
 import json
 import logging
+import re
 import time
 
 import pytest
@@ -291,3 +292,26 @@ def test_sigterm_ends_followers_and_waiters_and_exits_zero(start_gateway):
     assert gateway.process.wait(20) == 0
     assert time.monotonic() - start < 5
     assert "Traceback" not in gateway.log()
+
+
+def test_the_api_describes_itself_and_what_it_says_is_there(gateway):
+    answer = gateway.http.get("/api/openapi.json")  # without a key
+    assert answer.status_code == 200
+    document = answer.json()
+    text = json.dumps(document)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert references == set(document["components"]["schemas"])
+    served = {(m.upper(), path) for path, methods in document["paths"].items() for m in methods}
+    assert ("POST", "/api/rollouts/claim") in served
+    for method, path in served:
+        unauthorised = gateway.http.request(method, path.replace("{", "").replace("}", ""))
+        assert unauthorised.status_code == 401, path
+    finish = document["paths"]["/api/rollouts/{rollout_id}/finish"]["post"]
+    assert finish["x-roles"] == ["admin", "controller"]
+    assert finish["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/Finish")
+    assert finish["parameters"][0] == {
+        "name": "rollout_id",
+        "in": "path",
+        "required": True,
+        "schema": {"type": "string"},
+    }

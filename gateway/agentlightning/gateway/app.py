@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from agentlightning.gateway import http, listing
+from agentlightning.gateway.control import openapi
 from agentlightning.gateway.control import table as control
 from agentlightning.gateway.embeddings import Embeddings
 from agentlightning.gateway.errors import ApiError
@@ -55,6 +56,7 @@ def create_app(gateway: Gateway) -> Starlette:
         ]
     table += control.routes(gateway)
     table += [
+        Route(openapi.PATH, openapi.serve),
         Route("/healthz", watch.healthz),
         Route("/readyz", watch.readyz),
         Route("/metrics", watch.metrics),

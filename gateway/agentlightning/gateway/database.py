@@ -61,6 +61,7 @@ class Database:
     """
 
     def __init__(self, url: str, *, durability: Durability = "process") -> None:
+        self.url = url
         self._engine = _connect(url, durability)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
         self._reader = ThreadPoolExecutor(READERS, thread_name_prefix="database-reader")

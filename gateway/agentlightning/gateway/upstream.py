@@ -38,6 +38,8 @@ async def pass_gate(
     """Wait while the policy is held; `keep_alive` is called now and then meanwhile. Raises ModelError when stopping."""
     if policy.held:
         gateway.counters.add("calls_held", run_id)
+        if keep_alive is not None:  # at once: a client that waits for its headers must not give up
+            await keep_alive()
     while policy.held and not gateway.stopping.is_set():
         await policy.wait(min(gateway.settings.keep_alive_s, max(0.01, policy.hold_expires - time.time())))
         if policy.held and keep_alive is not None:

@@ -294,7 +294,7 @@ class Sink:
         message = ExportTraceServiceRequest.FromString(await request.body())
         self.posts += 1
         self.waiting += 1
-        if self.mode == "hang" or (self.mode == "picky" and self.posts <= 4):
+        if self.mode == "hang" or (self.mode == "picky" and self.posts <= 2):
             await asyncio.to_thread(self.proceed.wait)
         self.waiting -= 1
         if self.mode == "busy":

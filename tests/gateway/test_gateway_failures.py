@@ -183,7 +183,7 @@ def test_best_effort_lets_the_answer_through_and_counts(start_gateway, sink):
 
 def test_calls_share_requests_to_the_collector_and_one_that_is_refused_spoils_no_other(gateway, sink, until):
     claimed = gateway.begin("crowd")
-    sink.mode = "picky"  # the first four requests wait, so that the rest gather
+    sink.mode = "picky"  # the first two requests wait, so that the rest gather
     answers: dict[int, int] = {}
 
     def ask(number: int) -> None:
@@ -193,10 +193,10 @@ def test_calls_share_requests_to_the_collector_and_one_that_is_refused_spoils_no
         ).status_code
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads[:4]:
+    for thread in threads[:2]:
         thread.start()
-    until(lambda: sink.waiting == 4)
-    for thread in threads[4:]:
+    until(lambda: sink.waiting == 2)
+    for thread in threads[2:]:
         thread.start()
     time.sleep(0.3)  # nothing tells that the gateway has queued them
     sink.proceed.set()

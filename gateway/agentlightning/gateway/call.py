@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import aiohttp
 import orjson
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import Receive, Send
 
@@ -201,7 +200,7 @@ class ModelCall:
 
     # ---------------------------------------------------------------- recording
 
-    async def _commit(self, spans: list[Span], rows: list[CallRow]) -> None:
+    async def _commit(self, spans: list[bytes], rows: list[CallRow]) -> None:
         """First the collector, then the ledger. Raises ModelError if the client must not get the answer."""
         gateway, run_id = self._gateway, self._caller.identity.run_id
         try:

@@ -14,16 +14,16 @@ from typing import Final
 import aiohttp
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from agentlightning.gateway.otlp import encode_request
 
 __all__ = ["CaptureFailed", "Exporter"]
 
 logger = logging.getLogger(__name__)
-CONCURRENT_REQUESTS: Final = 4
+CONCURRENT_REQUESTS: Final = 2
+"""So that one gathers while another is being synced to disk; more would carry less each."""
 MAX_BATCH_BYTES: Final = 4 << 20
 """A span larger than this travels alone."""
 RETRYABLE: Final = frozenset({429, 502, 503, 504})
@@ -41,7 +41,7 @@ class CaptureFailed(Exception):
 class _Parcel:
     """Spans that are acknowledged together."""
 
-    spans: Sequence[Span]
+    spans: Sequence[bytes]
     size: int
     deadline: float
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -69,9 +69,9 @@ class Exporter:
         self.answered: bool | None = None
         """Whether the collector's last answer was an acknowledgement; None before the first."""
 
-    async def send(self, spans: Sequence[Span]) -> None:
-        """Return when the collector has all of `spans`. Raises CaptureFailed."""
-        size = sum(span.ByteSize() for span in spans)
+    async def send(self, spans: Sequence[bytes]) -> None:
+        """Return when the collector has all of `spans`, each an encoded one. Raises CaptureFailed."""
+        size = sum(map(len, spans))
         parcel = _Parcel(spans, size, asyncio.get_running_loop().time() + self._timeout)
         self._waiting.append(parcel)
         self._dispatch()
@@ -180,16 +180,8 @@ def _settle(batch: list[_Parcel], error: CaptureFailed | None) -> None:
 
 
 def _encode(batch: list[_Parcel]) -> bytes:
-    request = ExportTraceServiceRequest()
-    resource = request.resource_spans.add()
-    resource.resource.attributes.append(
-        KeyValue(key="service.name", value=AnyValue(string_value="agentlightning-gateway"))
-    )
-    scope = resource.scope_spans.add()
-    scope.scope.name = "agentlightning.gateway"
-    for parcel in batch:
-        scope.spans.extend(parcel.spans)
-    return request.SerializeToString()
+    spans = (span for parcel in batch for span in parcel.spans)
+    return encode_request("agentlightning-gateway", "agentlightning.gateway", spans)
 
 
 def _check_partial(answer: bytes) -> None:

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from sqlalchemy import Connection, bindparam, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -36,13 +35,10 @@ _FINISH: Final = (
 )
 
 
-def post(connection: Connection, entries: Sequence[tuple[str, Span, str | None]]) -> None:
+def post(connection: Connection, entries: Sequence[tuple[str, bytes, str | None]]) -> None:
     """Leave spans to be sent: each with its key, and the rollout whose terminal state it tells, if it does."""
     if entries:
-        rows = [
-            {"key": key, "span": span.SerializeToString(), "finishes": finishes}
-            for key, span, finishes in entries
-        ]
+        rows = [{"key": key, "span": span, "finishes": finishes} for key, span, finishes in entries]
         connection.execute(outbox.insert(), rows)
 
 
@@ -139,7 +135,7 @@ class Outbox:
         if not rows:
             return 0
         try:
-            await self._exporter.send([Span.FromString(row["span"]) for row in rows])
+            await self._exporter.send([row["span"] for row in rows])
             refused: set[int] = set()
         except CaptureFailed as error:
             if error.retryable:
@@ -159,7 +155,7 @@ class Outbox:
         refused = set()
         for row in rows:
             try:
-                await self._exporter.send([Span.FromString(row["span"])])
+                await self._exporter.send([row["span"]])
             except CaptureFailed as error:
                 if error.retryable:
                     raise

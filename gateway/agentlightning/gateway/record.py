@@ -4,14 +4,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import orjson
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from agentlightning.gateway.answer import Answer, BadAnswer, Choice
 from agentlightning.gateway.ledger import CallRow
+from agentlightning.gateway.otlp import Value, encode_span
 from agentlightning.gateway.policies import Policy
 from agentlightning.gateway.request import ModelRequest, Writer, sampling_attributes
 from agentlightning.gateway.rules import Json
-from agentlightning.gateway.spans import Value, make_span, set_error
+from agentlightning.gateway.spans import CLIENT
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids
 from agentlightning.proto.packed import pack_ids
@@ -45,6 +45,7 @@ class Recorder:
         self._writer = writer
         self._nonce = nonce
         self._call_ids: dict[int, str] = {}
+        self._span_ids: dict[int, str] = {}
 
     def call_id(self, index: int = 0) -> str:
         """The identity of one choice."""
@@ -55,7 +56,12 @@ class Recorder:
             )
         return self._call_ids[index]
 
-    def records(self, answer: Answer) -> tuple[list[Span], list[CallRow], list[str]]:
+    def _span_id(self, index: int) -> str:
+        if index not in self._span_ids:
+            self._span_ids[index] = ids.derived_span_id("call", self.call_id(index))
+        return self._span_ids[index]
+
+    def records(self, answer: Answer) -> tuple[list[bytes], list[CallRow], list[str]]:
         """Spans and rows of a whole answer, and counters of what is missing in it. Raises BadAnswer."""
         spans, rows, missing = [], [], []
         ended = time.time_ns()
@@ -72,7 +78,7 @@ class Recorder:
             rows.append(self.row(answer, choice.index))
         return spans, rows, missing
 
-    def failure(self, answer: Answer, code: str, message: str) -> Span:
+    def failure(self, answer: Answer, code: str, message: str) -> bytes:
         """The span of a call that came to no answer, with what there is of one."""
         choice = next(iter(answer.choices.values()), None)
         body, logprobs = None, None
@@ -82,12 +88,11 @@ class Recorder:
                 logprobs = choice.logprobs()
         except BadAnswer:
             pass  # parts of it may be missing: it is an answer that failed
+        failed = (code, message)
         try:
-            span = self._span(answer, choice, time.time_ns(), logprobs, body)
+            return self._span(answer, choice, time.time_ns(), logprobs, body, failed)
         except BadAnswer:  # what came cannot be told; that it failed can
-            span = self._span(Answer(), None, time.time_ns(), None, None)
-        set_error(span, code, message)
-        return span
+            return self._span(Answer(), None, time.time_ns(), None, None, failed)
 
     def row(self, answer: Answer, index: int, error: str | None = None, *, fault: bool = False) -> CallRow:
         caller, call_id = self._caller, self.call_id(index)
@@ -97,7 +102,7 @@ class Recorder:
             attempt=caller.identity.attempt,
             digest=self._request.digest,
             trace_id=caller.trace_id,
-            span_id=ids.derived_span_id("call", call_id),
+            span_id=self._span_id(index),
             response_id=self._writer.response_id(answer),
             started=self.started_ns / 1e9,
             error=error,
@@ -106,8 +111,14 @@ class Recorder:
         )
 
     def _span(
-        self, answer: Answer, choice: Choice | None, ended: int, logprobs: bytes | None, body: bytes | None
-    ) -> Span:
+        self,
+        answer: Answer,
+        choice: Choice | None,
+        ended: int,
+        logprobs: bytes | None,
+        body: bytes | None,
+        failed: tuple[str, str] | None = None,
+    ) -> bytes:
         request, caller = self._request, self._caller
         index = 0 if choice is None else choice.index
         call_id = self.call_id(index)
@@ -141,15 +152,18 @@ class Recorder:
             attributes[names.RESPONSE] = (
                 text if caller.token is None else text.replace(caller.token, "[removed]")
             )
-        return make_span(
+        if failed is not None:
+            attributes[names.ERROR_TYPE] = failed[0]
+        return encode_span(
             name=f"{request.api.operation} {request.model}",
             trace_id=caller.trace_id,
-            span_id=ids.derived_span_id("call", call_id),
+            span_id=self._span_id(index),
             parent_id=caller.parent_id,
             start_ns=self.started_ns,
             end_ns=ended,
             attributes=attributes,
-            kind=Span.SPAN_KIND_CLIENT,
+            kind=CLIENT,
+            error=None if failed is None else failed[1],
         )
 
 

@@ -4,20 +4,19 @@ Span ids are derived from what the span tells, so sending one again changes noth
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
-from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-
+from agentlightning.gateway.otlp import Value, encode_span
 from agentlightning.proto import attributes as names
 from agentlightning.proto import ids
 
-__all__ = ["Identity", "Value", "evaluation_span", "make_span", "rollout_span", "set_error"]
+__all__ = ["CLIENT", "Identity", "evaluation_span", "rollout_span"]
 
-Value = str | bool | int | float | bytes | Sequence[str] | Sequence[int]
-_SAMPLED: Final = 1
+INTERNAL: Final = 1
+CLIENT: Final = 3
+"""Kinds of spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,37 +43,6 @@ class Identity:
         return values
 
 
-def make_span(
-    *,
-    name: str,
-    trace_id: str,
-    span_id: str,
-    parent_id: str | None,
-    start_ns: int,
-    end_ns: int,
-    attributes: Mapping[str, Value],
-    kind: int = Span.SPAN_KIND_INTERNAL,
-) -> Span:
-    """A span as OTLP has it."""
-    return Span(
-        trace_id=bytes.fromhex(trace_id),
-        span_id=bytes.fromhex(span_id),
-        parent_span_id=bytes.fromhex(parent_id) if parent_id else b"",
-        flags=_SAMPLED,
-        name=name,
-        kind=kind,  # type: ignore[arg-type]  # the stubs know the enum by another type
-        start_time_unix_nano=start_ns,
-        end_time_unix_nano=max(start_ns, end_ns),
-        attributes=[KeyValue(key=key, value=_any(value)) for key, value in attributes.items()],
-    )
-
-
-def set_error(span: Span, kind: str, message: str) -> None:
-    """Mark the span failed: `error.type` says what kind of failure."""
-    span.status.CopyFrom(Status(code=Status.STATUS_CODE_ERROR, message=message))
-    span.attributes.append(KeyValue(key=names.ERROR_TYPE, value=AnyValue(string_value=kind)))
-
-
 def rollout_span(
     identity: Identity,
     *,
@@ -85,7 +53,7 @@ def rollout_span(
     calls_answered: Sequence[str],
     started: float,
     ended: float,
-) -> Span:
+) -> bytes:
     """The end of an attempt: the root of its derived trace."""
     attributes = identity.attributes()
     attributes[names.ROLLOUT_STATE] = state
@@ -96,18 +64,20 @@ def rollout_span(
     attributes[names.TASK_INPUT] = task_input
     attributes[names.CALLS_EXPECTED] = len(calls_answered)
     attributes[names.CALLS_ANSWERED] = calls_answered
-    span = make_span(
+    failed = state != "succeeded"
+    if failed:
+        attributes[names.ERROR_TYPE] = cause or state
+    return encode_span(
         name=names.ROLLOUT_SPAN_NAME,
+        kind=INTERNAL,
         trace_id=ids.derived_trace_id(identity.rollout_id, identity.attempt),
         span_id=ids.rollout_span_id(identity.rollout_id, identity.attempt),
         parent_id=None,
         start_ns=int(started * 1e9),
         end_ns=int(ended * 1e9),
         attributes=attributes,
+        error=(error or "") if failed else None,
     )
-    if state != "succeeded":
-        set_error(span, cause or state, error or "")
-    return span
 
 
 def evaluation_span(
@@ -119,7 +89,7 @@ def evaluation_span(
     explanation: str | None,
     call_id: str = "",
     call: tuple[str, str, str | None] | None = None,
-) -> Span:
+) -> bytes:
     """A reward. `call`: trace id, span id and response id of the call that it judges, else it judges the rollout."""
     attributes = identity.attributes()
     attributes[names.EVALUATION_NAME] = name
@@ -135,8 +105,9 @@ def evaluation_span(
         if response_id is not None:
             attributes[names.RESPONSE_ID] = response_id
     now = time.time_ns()
-    return make_span(
+    return encode_span(
         name=names.EVALUATION_RESULT,
+        kind=INTERNAL,
         trace_id=trace_id,
         span_id=ids.derived_span_id("evaluation", rollout_id, str(attempt), name, call_id),
         parent_id=parent_id,
@@ -144,17 +115,3 @@ def evaluation_span(
         end_ns=now,
         attributes=attributes,
     )
-
-
-def _any(value: Value) -> AnyValue:
-    if isinstance(value, str):
-        return AnyValue(string_value=value)
-    if isinstance(value, bytes):
-        return AnyValue(bytes_value=value)
-    if isinstance(value, bool):
-        return AnyValue(bool_value=value)
-    if isinstance(value, int):
-        return AnyValue(int_value=value)
-    if isinstance(value, float):
-        return AnyValue(double_value=value)
-    return AnyValue(array_value=ArrayValue(values=[_any(item) for item in value]))

@@ -1,6 +1,6 @@
 """Tokens computed and seconds per update: the token tree beside padded batches and TRL's GRPOTrainer, on the same samples.
 
-    python benchmarks/packing.py [--groups 4] [--rounds 3] [--prompt 2000] [--answer 200] [--no-trl]
+    python benchmarks/packing.py [--groups 2] [--rounds 2] [--prompt 2000] [--answer 200] [--no-trl]
 
 Groups of 8 rollouts: one prompt, answers of their own, random rewards; a small random Llama; fp32 and full fine-tuning on
 every side. What is measured is one optimiser step, forward and backward, from samples to changed weights:
@@ -45,8 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--answer", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=4096)

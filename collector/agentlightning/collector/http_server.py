@@ -11,16 +11,17 @@ and what it still sends is read and thrown away for a while: cut off, it would s
 
 import asyncio
 import contextlib
+import functools
 import logging
 import ssl
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any, Final, Literal, Protocol, cast
 
 import httptools
 
-__all__ = ["Application", "HttpServer", "Request", "Response"]
+__all__ = ["Application", "HttpServer", "Reply", "Request", "Response"]
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ SWEEP_SECONDS: Final = 1.0
 _CHUNK_LINE: Final = 256
 _TRAILER_BYTES: Final = 8 << 10
 _END: Final = b"\r\n\r\n"
+_NEVER: Final = float("inf")
 
 Failure = Literal["slow", "client_gone", "bad_http", "internal"]
 
@@ -72,6 +74,9 @@ class Response:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
+Reply = Callable[[Response], None]
+
+
 class Application(Protocol):
     """What answers."""
 
@@ -81,8 +86,8 @@ class Application(Protocol):
     def grow(self, request: Request, size: int) -> Response | None:
         """The body needs `size` more bytes of memory. An answer refuses it."""
 
-    async def answer(self, request: Request) -> Response:
-        """The request is whole."""
+    def answer(self, request: Request, reply: Reply) -> None:
+        """The request is whole: call `reply` once, now or later. No coroutine: a task costs what a sync does."""
 
     def fail(self, reason: Failure, status: int, message: str) -> Response:
         """A request ended before it was whole; the answer is for a client that can still read it."""
@@ -182,8 +187,8 @@ class _Connection(asyncio.BufferedProtocol):
         self._at = 0  # what of the input has been consumed
         self._filled = 0  # how far the input is filled
         self._request: Request | None = None
-        self._task: asyncio.Task[None] | None = None
         self._keep_alive = True
+        self._advancing = False
         self._body_at = 0  # how much of the body has come
         self._chunk_left = -1  # of the current chunk, with its line end; -1: its size comes next
         self._trailers = False
@@ -203,7 +208,7 @@ class _Connection(asyncio.BufferedProtocol):
             self._server.emptied.set()
         if self._state in (_LENGTH, _CHUNKS):
             self._application.fail("client_gone", 400, "The connection ended inside a body.")
-        if self._request is not None and self._task is None:
+        if self._state != _ANSWER:
             self._finish()
         # A request that is being answered goes on: what it has stored stays stored.
 
@@ -262,21 +267,26 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _advance(self) -> None:
         """Understand as much of the input as there is."""
-        steps = {
-            _HEAD: self._read_head,
-            _CHUNKS: self._read_chunks,
-            _SKIP: self._discard,
-            _LINGER: self._discard,
-        }
+        self._advancing = True
         try:
-            while self._state in steps and not self._transport.is_closing():
-                if not steps[self._state]():
+            while not self._transport.is_closing():
+                state = self._state
+                if state == _HEAD:
+                    again = self._read_head()
+                elif state == _CHUNKS:
+                    again = self._read_chunks()
+                elif state in (_SKIP, _LINGER):
+                    again = self._discard()
+                else:
+                    break
+                if not again:
                     break
         except _BadHttp as error:
             self._keep_alive = False
             self._send(self._application.fail("bad_http", error.status, str(error)))
             self._finish()
             self._linger()
+        self._advancing = False
         left = self._filled - self._at
         if self._at:  # once for all that was consumed
             self._input[:left] = self._input[self._at : self._filled]
@@ -411,24 +421,26 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _answer(self) -> None:
         self._state = _ANSWER
-        self.deadline = float("inf")
-        self._task = self._loop.create_task(self._respond(cast(Request, self._request)))
-
-    async def _respond(self, request: Request) -> None:
+        self.deadline = _NEVER
+        request = cast(Request, self._request)
         try:
-            response = await self._application.answer(request)
-            self._send(response)
+            self._application.answer(request, functools.partial(self._reply, request))
         except Exception:  # a fault of ours must not end the server
             log.exception("A request to %s failed.", request.path)
             self._keep_alive = False
-            self._send(self._application.fail("internal", 500, "The collector failed; its log says how."))
-        finally:
-            self._finish()
+            self._reply(
+                request, self._application.fail("internal", 500, "The collector failed; its log says how.")
+            )
+
+    def _reply(self, request: Request, response: Response) -> None:
+        self._send(response)
+        self._finish()
         self._state = _HEAD
         if not self._keep_alive or (self._server.stopping and not self._filled):
             self._transport.close()
-        else:
-            self.deadline = self._loop.time() + (HEAD_SECONDS if self._filled else IDLE_SECONDS)
+            return
+        self.deadline = self._loop.time() + (HEAD_SECONDS if self._filled else IDLE_SECONDS)
+        if not self._advancing:
             self._advance()
 
     def _refuse(self, response: Response, left: int | None, *, waits: bool = False) -> None:
@@ -466,19 +478,25 @@ class _Connection(asyncio.BufferedProtocol):
         return True
 
     def _finish(self) -> None:
-        request, self._request, self._task = self._request, None, None
+        request, self._request = self._request, None
         if request is not None:
             self._application.end(request)
 
     def _send(self, response: Response) -> None:
-        parts = [
-            f"HTTP/1.1 {response.status} {HTTPStatus(response.status).phrase}\r\n"
-            f"content-type: {response.media}\r\ncontent-length: {len(response.body)}\r\n"
-        ]
-        parts += [f"{name}: {value}\r\n" for name, value in response.headers.items()]
-        parts.append("\r\n" if self._keep_alive else "connection: close\r\n\r\n")
-        head = "".join(parts).encode("latin-1")
+        head = _head(response.status, response.media, len(response.body), self._keep_alive)
+        if response.headers:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in response.headers.items())
+            head = head[:-2] + lines.encode("latin-1") + b"\r\n"
         if self._transport.is_closing():
             return
         without = self._request is not None and self._request.method == "HEAD"
         self._transport.write(head if without else head + response.body)
+
+
+@functools.lru_cache(256)
+def _head(status: int, media: str, length: int, keep_alive: bool) -> bytes:
+    lines = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", f"content-type: {media}"]
+    lines.append(f"content-length: {length}")
+    if not keep_alive:
+        lines.append("connection: close")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")

@@ -49,6 +49,10 @@ SEGMENT_BYTES: Final = 64 << 20
 BATCH_BYTES: Final = 32 << 20
 """One sync covers at most this much, so that the first waiter does not wait for all others."""
 
+GATHER_SECONDS: Final = 0.001
+"""A commit waits at most so long for senders that came to the one before it: a sync and the two thread
+switches around it cost more than a request."""
+
 _IOV_MAX: Final = 1000
 
 
@@ -91,7 +95,12 @@ class Journal:
         """Why the last commit failed; empty when it did not."""
         self._durability = durability
         self._segment_bytes = segment_bytes
-        self._queue: queue.SimpleQueue[_Ticket | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[list[_Ticket] | None] = queue.SimpleQueue()
+        self._waiting: list[_Ticket] = []
+        self._waiting_lock = threading.Lock()
+        self._expected = 1
+        self._committing = False
+        self._timer: asyncio.TimerHandle | None = None
         self._closed = False
         self._fd = -1
         self._base = 0
@@ -109,22 +118,25 @@ class Journal:
         segments = segment_bases(self.folder)
         return segments[0] if segments else self.end
 
-    async def append(self, kind: Kind, body: bytes | bytearray) -> int:
-        """Store a record; returns its end when it is as durable as was asked for.
+    def append(self, kind: Kind, body: bytes | bytearray) -> "asyncio.Future[int]":
+        """Store a record; done, with its end, when it is as durable as was asked for.
 
         Raises:
-            JournalUnavailable: it is not stored.
+            JournalUnavailable: it is not stored; now, or from the future.
         """
         if self._closed:
             raise JournalUnavailable("The collector is shutting down.")
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         ticket = _Ticket(kind, body, self._loop.create_future())
-        self._queue.put(ticket)
+        self._waiting.append(ticket)
+        self._gather()
         if self._durability == "none":
             ticket.future.add_done_callback(_swallow)
-            return self.end
-        return await ticket.future
+            at_once = self._loop.create_future()
+            at_once.set_result(self.end)
+            return at_once
+        return ticket.future
 
     def remove_below(self, low: int) -> int:
         """Remove the segments that end at or below `low`; returns how many."""
@@ -142,33 +154,49 @@ class Journal:
         if self._closed:
             return
         self._closed = True
+        while batch := self._take():
+            self._queue.put(batch)
         self._queue.put(None)
         self._thread.join()
         self._abandon_segment()
         os.close(self._committed_fd)
 
+    # ---- in the event loop: who is committed together ----
+
+    def _gather(self) -> None:
+        """Hand what waits to the committer, when it is free and the expected senders are here."""
+        if self._committing or not self._waiting or self._loop is None:
+            return
+        if len(self._waiting) >= self._expected:
+            self._hand_over()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(GATHER_SECONDS, self._hand_over)
+
+    def _hand_over(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = self._take()
+        if batch:
+            self._committing = True
+            self._queue.put(batch)
+
+    def _take(self) -> list[_Ticket]:
+        """The next batch of what waits. `close` may ask from another thread."""
+        with self._waiting_lock:
+            size = count = 0
+            while count < len(self._waiting) and size < BATCH_BYTES:
+                size += len(self._waiting[count].body)
+                count += 1
+            batch = self._waiting[:count]
+            del self._waiting[:count]
+        return batch
+
     # ---- the committer thread ----
 
     def _commit_forever(self) -> None:
-        stop = False
-        while not stop:
-            batch: list[_Ticket] = []
-            size = 0
-            ticket = self._queue.get()
-            while True:
-                if ticket is None:
-                    stop = True
-                    break
-                batch.append(ticket)
-                size += len(ticket.body)
-                if size >= BATCH_BYTES:
-                    break
-                try:
-                    ticket = self._queue.get_nowait()
-                except queue.Empty:
-                    break
-            if batch:
-                self._commit(batch)
+        while (batch := self._queue.get()) is not None:
+            self._commit(batch)
 
     def _commit(self, batch: list[_Ticket]) -> None:
         done: list[tuple[_Ticket, int]] = []
@@ -198,6 +226,10 @@ class Journal:
                 ticket.future.set_exception(JournalUnavailable(failure))
         if done and self.on_commit is not None:
             self.on_commit(done[-1][1])
+        # Those that were answered now will be back soon, if they send one after the other.
+        self._committing = False
+        self._expected = len(done) + len(failed) + len(self._waiting)
+        self._gather()
 
     def _write(self, batch: list[_Ticket], done: list[tuple[_Ticket, int]]) -> None:
         """Write and sync; `done` grows as records become durable."""

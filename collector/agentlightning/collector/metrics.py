@@ -2,10 +2,18 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from agentlightning.collector.intake import ACK_SECONDS, Latency
 
 __all__ = ["Snapshot", "exposition", "status"]
 
@@ -47,7 +55,7 @@ class Snapshot:
     """Of forwarding: `url`, `up`, `restarts`, `lag_bytes`, `error`, `counters`; None without."""
 
 
-def status(snapshot: Snapshot, latency: Histogram) -> dict[str, Any]:
+def status(snapshot: Snapshot, latency: Latency) -> dict[str, Any]:
     """The snapshot as a JSON document, with quantiles of the time to an acknowledgement."""
     buckets = _buckets(latency)
     document = asdict(snapshot)
@@ -55,23 +63,32 @@ def status(snapshot: Snapshot, latency: Histogram) -> dict[str, Any]:
     return document
 
 
-def exposition(snapshot: Snapshot, latency: Histogram) -> bytes:
+def exposition(snapshot: Snapshot, latency: Latency) -> bytes:
     """The snapshot as Prometheus text."""
     registry = CollectorRegistry()
-    registry.register(_Families(snapshot))
-    registry.register(latency)
+    registry.register(_Families(snapshot, latency))
     return generate_latest(registry)
 
 
 class _Families:
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, latency: Latency) -> None:
         self._snapshot = snapshot
+        self._latency = latency
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
         s = self._snapshot
+        buckets = [
+            ("+Inf" if bound == float("inf") else str(bound), n) for bound, n in _buckets(self._latency)
+        ]
+        yield HistogramMetricFamily(
+            PREFIX + "ack_seconds",
+            "From a whole body to its acknowledgement, sync included.",
+            buckets=buckets,
+            sum_value=self._latency.sum,
+        )
         yield _counters("accepted", "Acknowledged since the start.", "unit", s.accepted)
         yield _counters("refused", "Requests refused, by reason; invalid_id: spans.", "reason", s.refused)
         yield _counters("fidelity", "What the data set counts, by name.", "name", s.fidelity)
@@ -115,13 +132,12 @@ def _counters(name: str, help_text: str, label: str, values: Mapping[str, int]) 
     return family
 
 
-def _buckets(latency: Histogram) -> list[tuple[float, float]]:
+def _buckets(latency: Latency) -> list[tuple[float, int]]:
     """Upper bound and cumulative count."""
-    samples = next(iter(latency.collect())).samples
-    return [(float(s.labels["le"]), s.value) for s in samples if s.name.endswith("_bucket")]
+    return list(zip((*ACK_SECONDS, float("inf")), accumulate(latency.counts), strict=True))
 
 
-def _quantile(buckets: list[tuple[float, float]], q: float) -> float | None:
+def _quantile(buckets: list[tuple[float, int]], q: float) -> float | None:
     """The upper bound of the bucket that holds it; None without samples, and beyond the last bound."""
     total = buckets[-1][1]
     bound = next((bound for bound, count in buckets if total and count >= q * total), None)

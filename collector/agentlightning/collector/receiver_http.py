@@ -6,7 +6,7 @@ The answer to an export is sent when the journal has the body, never before.
 import asyncio
 import socket
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import orjson
 from google.rpc.status_pb2 import Status
@@ -14,8 +14,8 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from agentlightning.collector.access import Tokens
-from agentlightning.collector.http_server import Failure, Request, Response
-from agentlightning.collector.intake import RETRY_SECONDS, Hold, Intake, Refused, gunzip
+from agentlightning.collector.http_server import Failure, Reply, Request, Response
+from agentlightning.collector.intake import RETRY_SECONDS, Hold, Intake, Refused, Storing, gunzip
 from agentlightning.collector.journal import Kind
 from agentlightning.collector.wire import Checked
 from agentlightning.proto.errors import ConfigError
@@ -81,7 +81,7 @@ class HttpReceiver:
             return self._page(request) if request.length != 0 else None
         if request.method != "POST":
             return _refusal(JSON, 405, "Export with POST.", {"allow": "POST"})
-        media = _MEDIA.get(request.headers.get(b"content-type", b"").split(b";")[0].strip().lower())
+        media = _media(request)
         request.state = _Export(self._intake, media)
         try:
             self._authorize(request)
@@ -110,16 +110,44 @@ class HttpReceiver:
             return self._refuse(request, refused)
         return None
 
-    async def answer(self, request: Request) -> Response:
-        export = request.state
-        if export is None:
-            return self._page(request)
-        kind = _KINDS[request.path, export.media]
+    def answer(self, request: Request, reply: Reply) -> None:
+        if request.state is None:
+            reply(self._page(request))
+        elif request.body and _encoding(request) == b"gzip":
+            if len(request.body) > INLINE_GZIP:
+                task = asyncio.ensure_future(asyncio.to_thread(gunzip, request.body, self._intake.body_bytes))
+                task.add_done_callback(lambda done: self._store(request, done.result, reply))
+            else:
+                self._store(request, lambda: gunzip(request.body, self._intake.body_bytes), reply)
+        else:
+            self._store(request, lambda: request.body, reply)
+
+    def _store(self, request: Request, body_of: Callable[[], bytes | bytearray], reply: Reply) -> None:
+        """Reply when the body is in the journal, or why it is not."""
+        export: _Export = request.state
         try:
-            checked = await self._intake.accept(kind, await self._unpacked(request))
+            body = body_of()
+            if body is not request.body:
+                export.hold.add(len(body))
+            storing = self._intake.store(_KINDS[request.path, cast(str, export.media)], body)
         except Refused as refused:
-            return self._refuse(request, refused)
-        return Response(200, export.media, _success(kind, checked))
+            reply(self._refuse(request, refused))
+            return
+
+        def stored(done: "asyncio.Future[int]") -> None:
+            error = done.exception()
+            if error is None:
+                reply(self._success(request, storing))
+            else:
+                reply(self._refuse(request, Refused("journal_unavailable", str(error))))
+
+        if storing.stored is None:
+            reply(self._success(request, storing))
+        else:
+            storing.stored.add_done_callback(stored)
+
+    def _success(self, request: Request, storing: Storing) -> Response:
+        return Response(200, request.state.media, _success(storing.kind, self._intake.count(storing)))
 
     def fail(self, reason: Failure, status: int, message: str) -> Response:
         self._intake.refused[reason] += 1
@@ -128,18 +156,6 @@ class HttpReceiver:
     def end(self, request: Request) -> None:
         if request.state is not None:
             request.state.hold.release()
-
-    async def _unpacked(self, request: Request) -> bytes | bytearray:
-        body = request.body
-        if not body or _encoding(request) != b"gzip":
-            return body
-        limit = self._intake.body_bytes
-        if len(body) > INLINE_GZIP:
-            unpacked = await asyncio.to_thread(gunzip, body, limit)
-        else:
-            unpacked = gunzip(body, limit)
-        request.state.hold.add(len(unpacked))
-        return unpacked
 
     def _authorize(self, request: Request) -> None:
         if self._tokens is not None and not self._tokens.accept(request.headers.get(b"authorization", b"")):
@@ -176,10 +192,10 @@ class HttpReceiver:
         if path == "/v1/metrics":
             # 404 and not 501: the official exporters would retry a 501 for ever.
             return _refusal(
-                _request_media(request), 404, "This collector takes traces and logs, not metrics."
+                _media(request) or JSON, 404, "This collector takes traces and logs, not metrics."
             )
         return _refusal(
-            _request_media(request), 404, f"There is nothing at {path}: use /v1/traces or /v1/logs."
+            _media(request) or JSON, 404, f"There is nothing at {path}: use /v1/traces or /v1/logs."
         )
 
 
@@ -208,8 +224,9 @@ def _encoding(request: Request) -> bytes:
     return request.headers.get(b"content-encoding", b"").strip().lower()
 
 
-def _request_media(request: Request) -> str:
-    return _MEDIA.get(request.headers.get(b"content-type", b"").split(b";")[0].strip().lower(), JSON)
+def _media(request: Request) -> str | None:
+    given = request.headers.get(b"content-type", b"")
+    return _MEDIA.get(given) or _MEDIA.get(given.split(b";")[0].strip().lower())
 
 
 def _success(kind: Kind, checked: Checked) -> bytes:

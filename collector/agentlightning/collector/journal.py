@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import mmap
 import os
 import queue
 import secrets
@@ -54,6 +55,7 @@ GATHER_SECONDS: Final = 0.001
 switches around it cost more than a request."""
 
 _IOV_MAX: Final = 1000
+_DSYNC: Final = getattr(os, "RWF_DSYNC", 0)  # Linux's: this write is on disk when it returns
 
 
 class JournalUnavailable(Exception):
@@ -105,7 +107,10 @@ class Journal:
         self._fd = -1
         self._base = 0
         self._capacity = 0
-        self._committed_fd = os.open(folder / "committed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = os.open(folder / "committed", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.posix_fallocate(fd, 0, 8)
+        self._committed = mmap.mmap(fd, 8)
+        os.close(fd)
         self.end, self._sequence = self._recover(start)
         self._publish(self.end)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -159,7 +164,7 @@ class Journal:
         self._queue.put(None)
         self._thread.join()
         self._abandon_segment()
-        os.close(self._committed_fd)
+        self._committed.close()
 
     # ---- in the event loop: who is committed together ----
 
@@ -261,10 +266,18 @@ class Journal:
         if not written:
             return
         offset = self.end - self._base
-        for first in range(0, len(parts), _IOV_MAX):
-            offset = _write_all(self._fd, parts[first : first + _IOV_MAX], offset)
-        if self._durability == "fsync":
-            os.fdatasync(self._fd)
+        synced = False
+        if self._durability == "fsync" and _DSYNC and len(parts) <= _IOV_MAX:
+            # One call instead of two: after each the thread must win the interpreter's lock anew.
+            offset += os.pwritev(self._fd, parts, offset, _DSYNC)
+            synced = offset == written[-1][1] - self._base
+            if not synced:
+                offset = self.end - self._base  # in part: again, the usual way
+        if not synced:
+            for first in range(0, len(parts), _IOV_MAX):
+                offset = _write_all(self._fd, parts[first : first + _IOV_MAX], offset)
+            if self._durability == "fsync":
+                os.fdatasync(self._fd)
         self.commits += 1
         self.end = written[-1][1]
         self._publish(self.end)
@@ -296,12 +309,12 @@ class Journal:
             self._fd = -1
 
     def _publish(self, end: int) -> None:
-        os.pwrite(self._committed_fd, end.to_bytes(8, "little"), 0)
+        self._committed[:8] = end.to_bytes(8, "little")  # readers see it at once: it is the same memory
 
     def _recover(self, start: int) -> tuple[int, int]:
         """Find the end; returns it and the next sequence. The segment there is open afterwards."""
         segments = segment_bases(self.folder)
-        committed = int.from_bytes(os.pread(self._committed_fd, 8, 0), "little")
+        committed = int.from_bytes(self._committed[:8], "little")
         end, sequence = (segments[-1] if segments else start), 0
         for base in reversed(segments):
             end_here, last = _scan_segment(segment_path(self.folder, base), base)

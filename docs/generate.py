@@ -107,17 +107,54 @@ A data set is a folder of four tables in Parquet (zstd) and the manifests that n
 ```
 data/
   transitions/*.parquet  rollouts/*.parquet  spans/*.parquet  samples/*.parquet
-  manifests/00000001.json …
+  manifests/00000001.json …  checkpoints/00000064.json
 ```
 
 Files appear whole, and never change. Only what a manifest names exists: a file that a crash left behind is named by
-none. When a span arrives after its attempt was written, the attempt is written again, whole, as a new generation;
-`agentlightning.proto.dataset.open_dataset()` returns the newest one only. Other readers see every generation: they
-should read the files that `open_dataset(...).files(table)` lists, or accept such repetitions, which the counter
-`late` tells of.
+none. A manifest's number is taken by put-if-absent, so that collectors, trainers and compaction need no other agreement;
+a checkpoint says what all manifests up to one add up to, and readers begin there. When a span arrives after its attempt
+was written, the attempt is written again, whole, as a new generation.
 
 Token lists are null, not empty, where they are unknown. Times are UTC. What is large stands once: a span's token ids,
 log-probabilities and bodies are in its call's row of `transitions`, and `spans.in_transitions` names them.
+
+## Reading
+
+```python
+from agentlightning.proto.dataset import open_dataset
+
+data = open_dataset("runs/demo/data", run="demo", split="train", sealed=True)
+calls = data.table("transitions", columns=["rollout_id", "seq", "response_token_ids", "reward"])
+```
+
+`open_dataset` takes a folder, a run's folder or the URL of an object store, and returns the newest generation of each
+attempt. Parts of it: `run`, `split`, `rollouts`, `agent`, `since` and `until` (when an attempt began), `sealed` (without
+attempts that were written only because nothing more came). pyarrow, DuckDB and Polars read the files that
+`data.files("transitions")` lists; where attempts have several generations these hold the older rows too, until
+compaction. Data sets of every older version are read: what they lacked is null.
+
+## Object stores
+
+`--data s3://bucket/prefix` (`gs://`, `az://`; credentials from the environment or the store's own profile) puts the data
+set into an object store that knows conditional writes. Several collectors may write into one data set. The journal stays
+on the collector's own disk.
+
+## Compaction and retention
+
+A collector that has nothing else to do makes one file of 64 small commits (`--compact-files N`, 0: never), and takes away
+what is older than `--keep-days` or beyond `--keep-gib`. `agl collector compact DATA` does the same by hand, beside
+running collectors and readers, and also leaves out the rows that later generations have replaced. Both are manifests
+first; a file is deleted 15 minutes after it stopped to exist for readers. Spans that come for an attempt that retention has
+taken away are counted as `expired`.
+
+## The transition service
+
+The collector's gRPC port serves `agentlightning.v1.Transitions` (`proto/agentlightning/proto/transitions.proto`) too:
+
+- `Seal` waits until every expected call of some attempts is in the data set, or says what is missing.
+- `Fetch` streams rows of a table as Arrow IPC, by attempts, run and columns; the server holds one file at a time.
+- `Follow` streams attempts as they are sealed. Each carries a `cursor`; a client that was cut off gives the last one
+  it has, and goes on behind that attempt.
 
 This page's tables are generated from `proto/agentlightning/proto/schemas.py`; `agl inspect DATA` prints a summary,
 `agl inspect DATA --rollout ID` a conversation.

@@ -12,6 +12,7 @@ from agentlightning.collector.converter import Converter
 from agentlightning.collector.journal import Journal
 from agentlightning.collector.records import JournalReader, Kind
 from agentlightning.proto.dataset import Dataset, open_dataset
+from agentlightning.proto.stores import Location
 
 
 class Told:
@@ -30,9 +31,9 @@ class Told:
 class Place:
     """A journal, a data set, and the converter between them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, data: Location | None = None) -> None:
         self.root = root
-        self.data = root / "data"
+        self.data: Location = root / "data" if data is None else data
         self.told = Told()
         self.write()  # the journal exists
         self.restart()

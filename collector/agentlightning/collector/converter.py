@@ -474,17 +474,29 @@ def _main(argv: list[str] | None) -> int:
     signal.signal(signal.SIGTERM, lambda number, frame: stopping.append(number))
     link = Link(arguments.link_fd)
     with lock_directory(arguments.state / "converter", "The converter's state"):
-        reader = JournalReader(arguments.state / "journal")
-        converter = Converter(
-            arguments.data,
-            reader,
-            link,
-            idle_timeout=arguments.idle_timeout,
-            scratch=arguments.state / "converter",
-        )
-        upkeep = Upkeep(converter.dataset, UpkeepSettings.from_arguments(arguments))
-        _run(converter, upkeep, link, stopping)
+        converter = _start(arguments, link, stopping)
+        if converter is not None:
+            upkeep = Upkeep(converter.dataset, UpkeepSettings.from_arguments(arguments))
+            _run(converter, upkeep, link, stopping)
     return 0
+
+
+def _start(arguments: argparse.Namespace, link: Link, stopping: list[int]) -> Converter | None:
+    """The converter, when the data set can be reached; None if the process shall end before."""
+    reader = JournalReader(arguments.state / "journal")
+    while not stopping and link.wait(0.0):
+        try:
+            return Converter(
+                arguments.data,
+                reader,
+                link,
+                idle_timeout=arguments.idle_timeout,
+                scratch=arguments.state / "converter",
+            )
+        except OSError as error:
+            log.error("The data set at %s cannot be reached: %s. Trying again.", arguments.data, error)
+            time.sleep(RETRY_SECONDS)
+    return None
 
 
 def _run(converter: Converter, upkeep: Upkeep, link: Link, stopping: list[int]) -> None:

@@ -326,13 +326,13 @@ def write_files(root: Location | Store, name: str, tables: Mapping[str, pa.Table
 
 def write_pieces(root: Location | Store, name: str, table: str, pieces: Iterable[pa.Table]) -> FileEntry:
     """The same for one table, piece by piece: memory holds one, and the compressed file."""
-    buffer = io.BytesIO()
+    sink = pa.BufferOutputStream()
     count = 0
-    with parquet_writer(table, buffer) as write:
+    with parquet_writer(table, sink) as write:
         for rows in pieces:
             write(rows)
             count += len(rows)
-    data = buffer.getvalue()
+    data = memoryview(sink.getvalue())
     relative = f"{table}/{name}.parquet"
     open_store(root).put(relative, data)
     return FileEntry(table, relative, count, len(data), hashlib.sha256(data).hexdigest())

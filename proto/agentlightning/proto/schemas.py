@@ -7,7 +7,7 @@ never re-used.
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -166,8 +166,8 @@ def write_parquet(table: str, rows: pa.Table, path: str | Path | IO[bytes]) -> N
 
 
 @contextlib.contextmanager
-def parquet_writer(table: str, path: str | Path | IO[bytes]) -> Iterator[Callable[[pa.Table], None]]:
-    """The same piece by piece: each call of what is given is a row group."""
+def parquet_writer(table: str, path: Any) -> Iterator[Callable[[pa.Table], None]]:
+    """The same piece by piece: each call of what is given is a row group. `path` may be an Arrow stream too."""
     schema = TABLES[table]
     split = [f"{name}.list.element" for name in _NUMERIC_LISTS[table]]
     apart = {*split, *_UNIQUE_TEXTS}

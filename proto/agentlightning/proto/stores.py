@@ -39,7 +39,7 @@ class Store(Protocol):
 
     location: Location
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
         """Put a whole file in place, over what has the name."""
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -84,7 +84,7 @@ class FolderStore:
         self.location: Location = root
         self.root = root
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
         path = self.root / name
         temporary = self._temporary(path)
         _write_synced(temporary, data)
@@ -148,9 +148,9 @@ class ObjectStore:
         self._obstore = obstore
         self._store = _object_store(self.location)
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes | memoryview) -> None:
         with self._as_os_error():
-            self._obstore.put(self._store, name, data)
+            self._obstore.put(self._store, name, bytes(data))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         with self._as_os_error():
@@ -214,7 +214,7 @@ def _object_store(url: str) -> Any:
         raise ConfigError(f"{url} cannot be used as a data set's place: {error}.") from None
 
 
-def _write_synced(path: Path, data: bytes) -> None:
+def _write_synced(path: Path, data: bytes | memoryview) -> None:
     with open(path, "wb") as file:
         file.write(data)
         file.flush()

@@ -15,6 +15,8 @@ from pydantic.fields import FieldInfo
 
 from agentlightning.gateway.control import openapi
 from agentlightning.gateway.control.table import OPERATIONS
+from agentlightning.gateway.embeddings import Embeddings
+from agentlightning.gateway.proxy import APIS
 from agentlightning.proto.schemas import TABLES
 from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.engine.fields import FIELDS, Only
@@ -192,6 +194,56 @@ matrix product depend on the batch; exact repetition needs `--dtype float32`.)
 What is not listed is refused with its name.
 """
 
+GATEWAY = """\
+# The model proxy
+
+`agl gateway` stands between agents and engines. An agent that knows nothing of us calls it as it would call OpenAI or
+Anthropic, and every token that it is given is on record before it has the last byte of the answer.
+
+| | |
+|---|---|
+| `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses`, `/v1/messages` | streamed or not; recorded, one span for each choice |
+| `POST /v1/messages/count_tokens`, `/v1/embeddings` | passed through; nothing is sampled for the agent, so nothing is recorded |
+| `GET /v1/models` | the policies that the key may call |
+
+The key is the rollout's token, as `Authorization: Bearer` or `x-api-key`; for clients that cannot set one, it is put
+before the path: `http://GATEWAY/r/TOKEN/v1/…`.
+
+## Agents
+
+| agent | what to set |
+|---|---|
+| anything with OpenAI's or Anthropic's client | `OPENAI_BASE_URL=http://GATEWAY/v1`, `OPENAI_API_KEY`; `ANTHROPIC_BASE_URL=http://GATEWAY`, `ANTHROPIC_API_KEY` |
+| Codex | `CODEX_HOME` with a `config.toml`: a model provider with `base_url`, `env_key = "OPENAI_API_KEY"`, `wire_api = "responses"`; `codex exec --dangerously-bypass-approvals-and-sandbox` in a sandbox of your own |
+| Claude Code | `ANTHROPIC_BASE_URL`, `ANTHROPIC_API_KEY`, `--model POLICY` (not `default`, which is a name of its own), `CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1`; it asks for up to 128,000 tokens: let the run's `max_tokens` bound that |
+| mini-SWE-agent | `OPENAI_API_BASE=http://GATEWAY/v1`, `-m openai/POLICY`, `MSWEA_COST_TRACKING=ignore_errors` |
+
+Each of these runs unchanged in `tests/gateway/test_real_clients.py`, where what it sent and got is compared with the
+record.
+
+## How requests are translated
+
+Engines are always asked by their chat (or completions) API, for only these tell token ids; log-probabilities and ids
+are taken out of the answer unless the client asked for them. A Responses or Messages conversation becomes chat messages: reasoning, text
+and tool calls of one answer become one assistant message again, so that the next prompt continues the last. The text of a
+tool call's arguments is kept as the model wrote it, and put back when a Messages client returns the parsed input.
+Reasoning that a client may not read (`display: omitted`, `reasoning.encrypted_content`) travels in the opaque field that it
+gives back. The result of a failed tool (`is_error`) begins with `Error: `. Functions in a namespace are shown to the model as
+`NAMESPACE__NAME`.
+
+In a stream, text and arguments are relayed as they come; what ends a block, an item or the answer waits until the
+collector has the call on disk. A failure in the middle of a stream is the API's own error event.
+
+A client that tries again (`x-stainless-retry-count`, or the same bytes after an answer that never reached it) gets the
+same bytes again, and the model is not asked. A client that leaves stops the engine; the record says `aborted`.
+
+## Request fields
+
+`honoured`: it does what the API says. `accepted`: it may be given, and says nothing about the answer. `refused`, a value
+other than those after `only`, and a field that is not in the table: status 400 with the field's name. `null` is
+absent.
+"""
+
 ABOUT = {
     "transitions": "One row per model call: state, action, reward.",
     "rollouts": "One row per attempt at a rollout.",
@@ -282,6 +334,18 @@ def engine() -> str:
     return "".join(parts)
 
 
+def gateway() -> str:
+    parts = [GATEWAY]
+    for api in (*APIS, Embeddings()):
+        parts.append(f"\n### `POST /v1/{api.path}`\n\n| field | | |\n|---|---|---|\n")
+        for name, rule in api.fields.items():
+            fate = rule.fate
+            if fate == "only":
+                fate = "only " + " or ".join(f"`{json.dumps(value)}`" for value in rule.values)
+            parts.append(f"| `{name}` | {fate} | {rule.says} |\n")
+    return "".join(parts)
+
+
 def control_api() -> str:
     parts = [CONTROL_API, "\n## Operations\n\n| request | for | |\n|---|---|---|\n"]
     for operation in OPERATIONS:
@@ -328,6 +392,7 @@ def main() -> int:
         HERE / "data.md": data(),
         HERE / "engine.md": engine(),
         HERE / "control-api.md": control_api(),
+        HERE / "gateway.md": gateway(),
     }
     if sys.argv[1:] != ["--check"]:
         for path, text in pages.items():

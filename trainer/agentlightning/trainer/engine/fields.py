@@ -55,6 +55,7 @@ FIELDS: dict[str, object] = {
     "metadata": NO_EFFECT,
     "store": NO_EFFECT,
     "service_tier": NO_EFFECT,
+    "reasoning_effort": "accepted: the model thinks as it was trained to",
     "repetition_penalty": Only((1,)),
     "min_p": Only((0,)),
     "modalities": Only((["text"],)),

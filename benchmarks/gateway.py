@@ -1,6 +1,6 @@
 """What recording costs: CPU of the gateway per model call, against a bare pass-through in the same run.
 
-    python benchmarks/gateway.py [--requests 1000] [--streams 100] [--rounds 3]
+    python benchmarks/gateway.py [--requests 1000] [--streams 100] [--rounds 3] [--memory 20000]
 
 Engine, OTLP sink, peer and gateway are processes of their own on loopback; the load comes from this one. The engine
 answers 33 kB with 2,200 token ids at once, or streams 200 chunks. The sink syncs every request to disk before its
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ import aiohttp
 
 TOKENS = 2200
 CHUNKS = 200
+TOKEN = "none"
+"""The key of every call; the gateway's rollout token once there is one."""
 REQUEST = {
     "model": "default",
     "messages": [{"role": "user", "content": "How many pens? " * 20}],
@@ -213,6 +216,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def claim(url: str) -> str:
+    """The token of a rollout, as agents have: with it a call is fenced, remembered and counted."""
+
+    def post(path: str, body: Any) -> Any:
+        request = urllib.request.Request(
+            f"{url}/api/{path}", json.dumps(body).encode(), {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    rollout = {"rollout_id": "r", "run_id": "run", "group_id": "g", "task_id": "t", "split": "train"}
+    post("rollouts", {"rollouts": [{**rollout, "policy": "default", "input": {}}]})
+    claimed = post("rollouts/claim", {"controller_id": "c", "limit": 1, "lease_s": 3600, "wait_s": 0})
+    return str(claimed["rollouts"][0]["token"])
+
+
 async def load(url: str, count: int, connections: int, **fields: Any) -> tuple[float, list[float]]:
     """Send `count` calls over `connections`. Returns wall seconds, and seconds per call."""
     body = json.dumps({**REQUEST, **fields}).encode()
@@ -222,7 +241,7 @@ async def load(url: str, count: int, connections: int, **fields: Any) -> tuple[f
     async def work(session: aiohttp.ClientSession) -> None:
         for _ in left:
             start = time.perf_counter()
-            headers = {"content-type": "application/json"}
+            headers = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
             async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:
                 answer = await response.read()
                 if response.status != 200 or (fields.get("stream") and b"[DONE]" not in answer):
@@ -233,6 +252,20 @@ async def load(url: str, count: int, connections: int, **fields: Any) -> tuple[f
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         await asyncio.gather(*(work(session) for _ in range(connections)))
     return time.perf_counter() - start, took
+
+
+async def first_bytes(url: str, count: int) -> float:
+    """Seconds until the first byte of a stream, median."""
+    body, took = json.dumps({**REQUEST, "stream": True}).encode(), []
+    headers = {"content-type": "application/json", "authorization": f"Bearer {TOKEN}"}
+    async with aiohttp.ClientSession() as session:
+        for _ in range(count):
+            start = time.perf_counter()
+            async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:
+                await response.content.readany()
+                took.append(time.perf_counter() - start)
+                await response.read()
+    return statistics.median(took)
 
 
 def measure(servers: dict[str, Process], engine: Process, options: argparse.Namespace) -> None:
@@ -265,6 +298,21 @@ def measure(servers: dict[str, Process], engine: Process, options: argparse.Name
         f"p50 over a 30 ms engine, 32 connections: direct {waits['direct']:.1f}, peer {waits['peer']:.1f}, "
         f"gateway {waits['gateway']:.1f} ms (+{added:.1f}, each answer synced to disk before its last byte)"
     )
+    first = {}
+    for key, server in servers.items():
+        first[key] = asyncio.run(first_bytes(server.url, options.streams))
+    direct = asyncio.run(first_bytes(engine.url, options.streams))
+    delays = {key: (value - direct) * 1e3 for key, value in first.items()}
+    print(
+        f"first byte of a stream, one connection, p50: peer +{delays['peer']:.2f}, "
+        f"gateway +{delays['gateway']:.2f} ms"
+    )
+    before = servers["gateway"].resident()
+    asyncio.run(load(servers["gateway"].url, options.memory, options.connections))
+    print(
+        f"resident: gateway {before:.0f} MiB, after {options.memory} further calls "
+        f"{servers['gateway'].resident():.0f} MiB"
+    )
     print(
         f"resident: peer {servers['peer'].resident():.0f} MiB, gateway {servers['gateway'].resident():.0f} MiB"
     )
@@ -276,6 +324,7 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=1000, help="plain calls per round")
     parser.add_argument("--streams", type=int, default=100, help="streamed calls per round")
+    parser.add_argument("--memory", type=int, default=20_000, help="calls between two looks at the memory")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--connections", type=int, default=32)
     parser.add_argument("--serve", nargs=3, metavar=("WHAT", "PORT", "TARGET"), help=argparse.SUPPRESS)
@@ -297,6 +346,7 @@ def main() -> None:
             command = ["-m", "agentlightning.gateway.cli", "--state", folder, "--port", str(port)]
             command += ["--collector", sink.url, "--engine", engine.url, "--log-level", "warning"]
             running.append(Process(command, port))
+            globals()["TOKEN"] = claim(running[-1].url)
             measure({"peer": peer, "gateway": running[-1]}, engine, options)
         finally:
             for process in running:

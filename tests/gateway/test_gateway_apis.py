@@ -1,10 +1,12 @@
 """Responses and Messages, by their official clients: what the model saw, what the client got, what is on record."""
 
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import pytest
 from scripted import Reply, ScriptedModel
@@ -413,6 +415,87 @@ def test_every_field_that_is_not_honoured_is_refused_by_its_name(place):
         answer = place.post(path, **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert not place.model.requests
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_leave_a_record_for_each_prompt_with_its_own_ids(place, stream):
+    answer = place.post("/v1/completions", prompt=["one two", "three"], max_tokens=5, stream=stream)
+    assert answer.status_code == 200
+    assert ("token_ids" in answer.text, "logprobs" in answer.text) == (False, False)
+    asked = place.model.requests[-1]
+    assert (asked["return_token_ids"], asked["logprobs"]) == (True, 0)
+    first, second = place.spans()
+    for span, prompt in ((first, 2), (second, 1)):
+        assert span["gen_ai.operation.name"] == "text_completion"
+        assert len(unpack_ids(span["agentlightning.prompt.token_ids"])) == prompt
+        ids = unpack_ids(span["agentlightning.response.token_ids"])
+        assert len(ids) == len(unpack_floats(span["agentlightning.response.logprobs"])) == 4
+    texts = [json.loads(span["agentlightning.response"])["choices"][0]["text"] for span in (first, second)]
+    assert texts == ["The answer is 3."] * 2
+    shown = place.post("/v1/completions", prompt="one", logprobs=1).json()["choices"][0]["logprobs"]
+    assert place.recorded()["choices"][0]["logprobs"] == shown
+
+
+def test_embeddings_pass_through_and_are_not_recorded(place):
+    made = place.openai.embeddings.create(model="scripted", input="x", encoding_format="float")
+    assert made.data[0].embedding == [0.5, -1.0]
+    assert place.model.requests[-1] == {"model": "scripted", "input": "x", "encoding_format": "float"}
+    assert not place.spans()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_never_reached_its_client_is_given_when_it_asks_again(place, sink, until, stream):
+    sink.mode = "hang"  # the call is recorded when its client has gone
+    body = {"model": "scripted", "input": "x", "stream": stream}
+    key = {"authorization": f"Bearer {place.token}"}
+    with (
+        pytest.raises(httpx.TimeoutException),
+        httpx.Client(base_url=place.gateway.url) as client,
+        client.stream("POST", "/v1/responses", json=body, headers=key, timeout=0.5) as answer,
+    ):
+        answer.read()
+    until(lambda: sink.waiting)
+    sink.proceed.set()
+    sink.mode = "ok"
+    until(lambda: place.gateway.counters().get("calls_undelivered", 0) >= 1)
+    again = place.gateway.http.post("/v1/responses", json=body, headers=key)
+    assert again.status_code == 200
+    assert "The answer is 3." in again.text
+    assert len(place.model.requests) == len(place.spans()) == 1
+
+
+def test_a_client_that_leaves_a_stream_stops_the_engine_whatever_the_api(place, until):
+    hold = threading.Event()
+    place.model.script = lambda body: Reply("A long answer of many words indeed.", hold=hold)
+    message = [{"role": "user", "content": "x"}]
+    for number, (path, body) in enumerate(
+        (("/v1/responses", {"input": "x"}), ("/v1/messages", {"messages": message, "max_tokens": 5}))
+    ):
+        key = {"authorization": f"Bearer {place.token}"}
+        asked = {"model": "scripted", "stream": True, **body}
+        with (
+            httpx.Client(base_url=place.gateway.url) as client,
+            client.stream("POST", path, json=asked, headers=key) as answer,
+        ):
+            next(answer.iter_raw())
+        until(lambda count=number + 1: len(place.spans()) == count)
+        assert place.spans()[-1]["error.type"] == "aborted"
+    hold.set()
+
+
+def test_a_failure_in_the_middle_of_a_stream_is_the_apis_own_error(gateway, engine):
+    engine.mode = "die"
+    claimed = gateway.begin("breaks-by-api")
+    client = openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=claimed["token"], max_retries=0)
+    with pytest.raises(openai.APIError, match="broke off"):
+        list(client.responses.create(model="default", input="x", stream=True))
+    other = anthropic.Anthropic(base_url=gateway.url, api_key=claimed["token"], max_retries=0)
+    with pytest.raises(anthropic.APIStatusError, match="broke off"):
+        list(
+            other.messages.create(
+                model="default", max_tokens=5, messages=[{"role": "user", "content": "x"}], stream=True
+            )
+        )
 
 
 def test_a_retry_gets_the_same_bytes_by_every_api(place):

@@ -61,6 +61,13 @@ class ScriptedModel:
                 if reply.status != 200:
                     error = {"message": "scripted failure", "type": "server_error", "code": None}
                     return self.json({"error": error}, reply.status)
+                if self.path.endswith("/embeddings"):
+                    return self.json({"object": "list", "data": [{"index": 0, "embedding": [0.5, -1.0]}]})
+                if "prompt" in body:
+                    made = _completion(body, reply, number)
+                    if body.get("stream"):
+                        return self.stream(iter([made, None]), reply.hold)
+                    return self.json(made)
                 if body.get("stream"):
                     return self.stream(_chunks(body, reply, number), reply.hold)
                 if reply.hold is not None:
@@ -181,6 +188,29 @@ def _plain(body: dict[str, Any], reply: Reply, number: int) -> dict[str, Any]:
     choice["logprobs"] = {"content": [_entry(piece) for piece in pieces]}
     answer = {**_head(body, number, "chat.completion"), "choices": [choice], "model_version": 1}
     return {**answer, "usage": _usage(body, len(pieces)), "prompt_token_ids": _prompt_ids(body)}
+
+
+def _completion(body: dict[str, Any], reply: Reply, number: int) -> dict[str, Any]:
+    """An answer of the completions API: one choice for each prompt, with ids of its own; as the one chunk of a stream, too."""
+    prompts = body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
+    pieces = _pieces(reply, number)
+    choices = [
+        {
+            "index": index,
+            "text": reply.text,
+            "finish_reason": "stop",
+            "token_ids": [token for _, token, _ in pieces],
+            "prompt_token_ids": [zlib.crc32(word.encode()) % 49_000 for word in prompt.split()],
+            "logprobs": {
+                "tokens": [word for word, _, _ in pieces],
+                "token_logprobs": [value for _, _, value in pieces],
+                "top_logprobs": [None for _ in pieces],
+                "text_offset": list(range(len(pieces))),
+            },
+        }
+        for index, prompt in enumerate(prompts)
+    ]
+    return {**_head(body, number, "text_completion"), "choices": choices, "model_version": 1}
 
 
 def _chunks(body: dict[str, Any], reply: Reply, number: int) -> Iterator[Any]:

@@ -1,6 +1,9 @@
 """Which engine a call goes to: affinity, load, health, and a breaker that says why."""
 
+import socket
+import struct
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -132,3 +135,71 @@ def test_several_policies_are_served_at_once_each_by_its_own_engines(start_gatew
     assert gateway.chat(keys["default"], model="other").status_code == 404
     gateway.ask("POST", "/api/release", {"policy": "other", "hold_id": hold["hold_id"], "version": 8})
     assert gateway.chat(keys["other"], model="other").status_code == 200
+
+
+class ResettingEngine:
+    """Is well, but answers every call with a reset of its connection, before a byte or after the first ones."""
+
+    def __init__(self, first: bytes) -> None:
+        self.calls = 0
+        self._first = first
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            client, _ = self._socket.accept()
+            request = client.recv(65536)
+            if request.startswith(b"POST"):
+                self.calls += 1
+                if self._first:
+                    client.sendall(self._first)
+                    time.sleep(0.1)  # so that it comes before the reset
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            else:
+                body = b'{"data": [{"id": "m"}]}'
+                head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n"
+                client.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+            client.close()
+
+
+HALF = b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 999\r\n\r\n{"id": "chat'
+
+
+@pytest.mark.parametrize("first", [b"", HALF])
+def test_a_connection_that_is_reset_is_no_reason_to_sample_elsewhere(start_gateway, engine, sink, first):
+    resetting = ResettingEngine(first)
+    gateway = start_gateway("--engine", f"reset={resetting.url}", "--engine", f"reset={engine.url}")
+    rollout = next(f"r{n}" for n in range(99) if prefers(f"r{n}", "reset-1", "reset-2") == "reset-1")
+    claimed = gateway.begin(rollout, policy="reset")
+    answer = gateway.chat(claimed["token"], model="reset")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "engine_failed")
+    assert (resetting.calls, len(engine.requests)) == (1, 0)  # it may have sampled
+    (span,) = sink.calls(rollout)
+    assert span["error.type"] == "engine_failed"
+
+
+def prefers(rollout: str, *names: str) -> str:
+    engines, _ = pool(*names)
+    chosen = engines.choose("p", rollout, without=set())
+    assert chosen is not None
+    return chosen.engine_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_stalls_is_given_up_after_its_time(start_gateway, engine, sink, until, stream):
+    gateway = start_gateway("--engine-timeout-s", "0.4")
+    claimed = gateway.begin("stalled")
+    engine.mode = "wait"  # before an answer; of a stream, after two tokens
+    answer = gateway.chat(claimed["token"], stream=stream)
+    if stream:
+        assert '"code":"engine_timeout"' in answer.text
+        assert "[DONE]" not in answer.text
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "engine_timeout")
+    (span,) = sink.calls("stalled")
+    assert span["error.type"] == "engine_timeout"
+    until(lambda: engine.left)  # and it was told to stop
+    finished = gateway.finish("stalled", state="failed", cause="agent_error").json()
+    assert finished["will_retry"] is True

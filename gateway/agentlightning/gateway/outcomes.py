@@ -50,18 +50,6 @@ _END_ROLLOUT: Final = (
         lease_expires=None,
     )
 )
-_END_ATTEMPT: Final = (
-    update(attempts)
-    .where(attempts.c.rollout_id == bindparam("b_rollout"), attempts.c.attempt == bindparam("b_attempt"))
-    .values(
-        state=bindparam("b_state"),
-        cause=bindparam("b_cause"),
-        error=bindparam("b_error"),
-        ended=bindparam("b_ended"),
-        reported=bindparam("b_reported"),
-        answer=bindparam("b_answer"),
-    )
-)
 _CALLS: Final = select(
     calls.c.rollout_id, calls.c.attempt, calls.c.call_id, calls.c.digest, calls.c.error, calls.c.fault
 ).where(calls.c.rollout_id.in_(bindparam("ids", expanding=True)))
@@ -194,10 +182,11 @@ def end_attempts(connection: Connection, outcomes: Sequence[Outcome]) -> list[En
             rollout_id, attempt, row["run_id"], "queued" if retry else outcome.state, cause, error, retry
         )
         ends.append(ended)
-        said = {"b_cause": cause, "b_error": error, "b_attempt": attempt}
         rollout_rows.append(
             {
-                **said,
+                "b_cause": cause,
+                "b_error": error,
+                "b_attempt": attempt,
                 "b_seq": row["seq"],
                 "b_version": row["version"],
                 "b_state": ended.state,
@@ -212,19 +201,23 @@ def end_attempts(connection: Connection, outcomes: Sequence[Outcome]) -> list[En
             continue
         attempt_rows.append(
             {
-                **said,
-                "b_rollout": rollout_id,
-                "b_state": "succeeded" if outcome.state == "succeeded" else "failed",
-                "b_ended": now,
-                "b_reported": outcome.reported,
-                "b_answer": orjson.dumps(ended.answer).decode(),
+                "rollout_id": rollout_id,
+                "attempt": attempt,
+                "controller_id": row["controller_id"],
+                "state": "succeeded" if outcome.state == "succeeded" else "failed",
+                "cause": cause,
+                "error": error,
+                "started": row["started"],
+                "ended": now,
+                "reported": outcome.reported,
+                "answer": orjson.dumps(ended.answer).decode(),
             }
         )
     changed = connection.execute(_END_ROLLOUT, rollout_rows)
     if changed.rowcount != len(rollout_rows):  # the rows are locked: it cannot be, and nothing is committed
         raise RuntimeError("a locked rollout changed under its transaction")
     if attempt_rows:
-        connection.execute(_END_ATTEMPT, attempt_rows)
+        connection.execute(attempts.insert(), attempt_rows)
     _post_spans(connection, outcomes, ends, made, now)
     return ends
 

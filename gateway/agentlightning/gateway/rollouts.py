@@ -15,7 +15,7 @@ from sqlalchemy import Connection, RowMapping, bindparam, select, text, update
 from agentlightning.gateway.errors import ApiError
 from agentlightning.gateway.listing import by_ids, chunks
 from agentlightning.gateway.outcomes import TERMINAL, Ended, Outcome, end_attempts
-from agentlightning.gateway.tables import attempts, rollouts
+from agentlightning.gateway.tables import rollouts
 
 __all__ = ["cancel", "claim", "enqueue", "extend_leases", "heartbeat", "revoke", "sweep"]
 
@@ -109,19 +109,6 @@ def claim(connection: Connection, controller_id: str, limit: int, lease: float) 
         rows += map(dict, connection.execute(_TAKE, values).mappings())
     if not rows:
         return []
-    connection.execute(
-        attempts.insert(),
-        [
-            {
-                "rollout_id": row["rollout_id"],
-                "attempt": row["attempt"],
-                "controller_id": controller_id,
-                "state": "preparing",
-                "started": now,
-            }
-            for row in rows
-        ],
-    )
     return sorted(rows, key=lambda row: (-row["priority"], row["seq"]))
 
 
@@ -148,11 +135,6 @@ def heartbeat(
     for chunk in chunks(alive):
         mine = update(rollouts).where(rollouts.c.rollout_id.in_(chunk), rollouts.c.state == "running")
         connection.execute(mine.values(lease_expires=now + lease))
-        connection.execute(
-            update(attempts)
-            .where(attempts.c.rollout_id.in_(chunk), attempts.c.state == "preparing")
-            .values(state="running")
-        )
     return lost, cancelled
 
 

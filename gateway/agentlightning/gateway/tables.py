@@ -37,7 +37,7 @@ __all__ = [
     "rollouts",
 ]
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 metadata = MetaData()
 _Id = String(200)
 _Serial = BigInteger().with_variant(Integer, "sqlite")  # SQLite numbers rows by itself only for INTEGER
@@ -106,13 +106,13 @@ attempts = Table(
     Column("cause", String(32)),
     Column("error", Text),
     Column("started", Float, nullable=False),
-    Column("ended", Float),
-    Column(
-        "reported", Text
-    ),  # what the controller said when it finished: the same again gets the same answer
+    Column("ended", Float, nullable=False),
+    Column("reported", Text),  # what the controller said: the same again gets the same answer
     Column("answer", Text),
     PrimaryKeyConstraint("rollout_id", "attempt"),
+    sqlite_with_rowid=False,
 )
+"""Attempts that have ended; one that runs is in its rollout's row."""
 
 calls = Table(
     "calls",
@@ -128,6 +128,7 @@ calls = Table(
     Column("error", String(64)),  # null: the agent got the answer, and it is in the ledger
     Column("fault", Boolean, nullable=False),  # the error was the engine's or ours, not the agent's
     Index("calls_attempt", "rollout_id", "attempt"),
+    sqlite_with_rowid=False,
 )
 """The ledger: which calls the collector must have before anything of the attempt is trained."""
 
@@ -140,6 +141,7 @@ rewards = Table(
     Column("call_id", String(64), nullable=False),  # empty: the rollout as a whole
     Column("value", Float, nullable=False),
     PrimaryKeyConstraint("rollout_id", "attempt", "name", "call_id"),
+    sqlite_with_rowid=False,
 )
 
 outbox = Table(
@@ -190,4 +192,5 @@ counters = Table(
     Column("name", String(64), nullable=False),
     Column("value", BigInteger, nullable=False),
     PrimaryKeyConstraint("run_id", "name"),
+    sqlite_with_rowid=False,
 )

@@ -24,6 +24,7 @@ NAMES = (
     "samples",
     "packing",
     "training",
+    "loops",
 )
 
 

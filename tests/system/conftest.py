@@ -46,7 +46,9 @@ def make_run(tmp_path: Path, tiny_model: Path) -> Iterator[Callable[..., Run]]:
         }
         for name, values in sections.items():
             config[name] = {**config.get(name, {}), **values}
-        run = Run(tmp_path, config)
+        root = Path(config["run"]["root"])
+        root.mkdir(exist_ok=True)
+        run = Run(root, config)
         runs.append(run)
         return run
 

@@ -1,15 +1,18 @@
 """Publishing against a real engine and a real gateway."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
+from aiohttp import web
 
 from agentlightning.trainer.clients import EngineClient, GatewayClient
 from agentlightning.trainer.config import TrainConfig, config_from
@@ -105,6 +108,76 @@ def test_a_version_that_engine_and_trainer_disagree_about_is_refused_and_rolled_
         finally:
             await gateway.close()
             await engine.close()
+
+    asyncio.run(scenario())
+
+
+@contextlib.asynccontextmanager
+async def lying_engine(behind: str, token: str | None) -> AsyncIterator[str]:
+    """An engine that says that it has taken new weights, and goes on with the old ones."""
+    said = [0]
+    headers = {"authorization": f"Bearer {token}"}
+    async with aiohttp.ClientSession(behind, headers=headers) as session:
+
+        async def weights(request: web.Request) -> web.Response:
+            said[0] = (await request.json())["version"]
+            return web.json_response({"version": said[0]})
+
+        async def score(request: web.Request) -> web.Response:
+            async with session.post("/score", data=await request.read()) as response:
+                return web.json_response({**await response.json(), "version": said[0]})
+
+        async def forward(request: web.Request) -> web.Response:
+            async with session.request(request.method, request.path, data=await request.read()) as response:
+                return web.Response(body=await response.read(), status=response.status)
+
+        app = web.Application()
+        app.add_routes(
+            [web.post("/weights", weights), web.post("/score", score), web.route("*", "/{rest}", forward)]
+        )
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def test_an_engine_that_lies_about_its_weights_is_found_out_in_both_loops(
+    stage: Stage, tiny_model: Path
+) -> None:
+    async def scenario() -> None:
+        services = stage.services
+        gateway = GatewayClient(services.gateway, tokens=services.gateway_tokens)
+        await gateway.set_policy("policy", "tiny", {})
+        async with lying_engine(services.engine, services.engine_token) as url:
+            engine = EngineClient(url, token=None)
+            publisher = Publisher(
+                stage.layout,
+                gateway,
+                engine,
+                policy="policy",
+                base=tiny_model,
+                dtype=torch.float32,
+                probes=PROBES,
+                drain_s=1.0,
+            )
+            await publisher.begin(stage.learner)
+            nudge(stage.learner)
+            with pytest.raises(PublishRefused, match="Version 1 was refused"):
+                await publisher.publish(stage.learner)  # as the synchronous loop does
+            with pytest.raises(PublishRefused, match="Version 1 was refused"):
+                async with publisher.standstill():  # as the asynchronous loop does
+                    await publisher.swap(stage.learner, await publisher.prepare(stage.learner))
+            assert publisher.served == 0
+            assert not stage.layout.current_weights.exists()
+            assert not (await engine.health())["paused"]
+            (policy,) = await gateway.policies()
+            assert policy["hold_id"] is None  # agents go on, on the version before
+            await engine.close()
+        await gateway.close()
 
     asyncio.run(scenario())
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import duckdb
 import polars
@@ -36,9 +37,24 @@ def test_a_run_leaves_data_a_model_a_report_and_says_what_came_of_it(make_run: M
     assert versions == {0, 1, 2, 3}  # each step sampled from the weights that the one before published
 
 
-def test_plain_readers_agree_with_ours(make_run: Make) -> None:
-    run = make_run(train={"steps": 1}, evaluate={"tasks": 2})
-    run.finish()
+def test_a_synchronous_run_repeats_with_its_seed_and_plain_readers_agree_with_ours(
+    make_run: Make, tmp_path: Path
+) -> None:
+    """Every token of the two runs' first step is the same, though the answers met others in the engine's batch."""
+    tables = []
+    for place in ("first", "second"):
+        run = make_run(run={"root": str(tmp_path / place)}, train={"steps": 1}, evaluate={"tasks": 2})
+        run.finish()
+        rows = open_dataset(run.root).table("transitions").to_pylist()
+        tables.append({(row["rollout_id"], row["seq"]): row for row in rows if row["model_version"] == 0})
+    assert tables[0].keys() == tables[1].keys()
+    for key, row in tables[0].items():
+        assert row["response_token_ids"] == tables[1][key]["response_token_ids"]
+        # The last bits of a probability do depend on the batch.
+        assert row["response_logprobs"] == pytest.approx(tables[1][key]["response_logprobs"], abs=1e-4)
+    answers = [str(row["response_token_ids"]) for row in tables[0].values()]
+    assert len(set(answers)) > len(answers) / 2  # each call has a seed of its own
+
     for table in ("transitions", "rollouts", "spans", "samples"):
         expected = open_dataset(run.root).table(table).num_rows
         folder = run.root / "data" / table

@@ -27,7 +27,7 @@ from agentlightning.gateway.memory import Memory
 from agentlightning.gateway.policies import Policy
 from agentlightning.gateway.record import Recorder
 from agentlightning.gateway.replays import Given
-from agentlightning.gateway.request import ModelRequest
+from agentlightning.gateway.request import ModelRequest, call_seed
 from agentlightning.gateway.rules import Json
 from agentlightning.gateway.sse import EventParser
 
@@ -72,6 +72,8 @@ class ModelCall:
         """Of a stream, for a client that will ask again."""
         self._held: list[bytes] = []
         """The end of a stream, from the first finish reason on, until it may be sent."""
+        self._place = 0
+        """Among its attempt's calls, by their beginning."""
         self._task: asyncio.Task[Any] | None = None
         self._interruptible = False
         self._interrupted: str | None = None
@@ -81,6 +83,8 @@ class ModelCall:
         attempt = self._caller.attempt
         if attempt is not None:
             attempt.calls.add(self)
+            self._place = attempt.begun
+            attempt.begun += 1
         watch = asyncio.get_running_loop().create_task(self._watch(receive))
         try:
             await self._serve()
@@ -153,6 +157,8 @@ class ModelCall:
         caller = self._caller
         sampling = caller.attempt.sampling if caller.attempt is not None else None
         sampling = sampling or self._policy.sampling.get(caller.identity.split)
+        if sampling and sampling.get("seed") is not None:
+            sampling = {**sampling, "seed": call_seed(sampling["seed"], caller.identity, self._place)}
         assert engine.model is not None, "an engine whose model is unknown is not chosen"
         self._recorder.asked = self._request.for_engine(engine.model, sampling)
         self._recorder.asked_ns = time.time_ns()

@@ -31,6 +31,8 @@ class Attempt:
 
     sampling: dict[str, Any] | None = None
     calls: set[InFlight] = field(default_factory=set)
+    begun: int = 0
+    """Calls so far."""
 
 
 class Live:

@@ -16,8 +16,9 @@ from agentlightning.gateway.answer import Answer, Choice
 from agentlightning.gateway.errors import ModelError
 from agentlightning.gateway.memory import Memory
 from agentlightning.gateway.rules import BadRequest, Json, Table
+from agentlightning.gateway.spans import Identity
 
-__all__ = ["SECRET_FIELDS", "Api", "ModelRequest", "Writer", "load", "sampling_attributes"]
+__all__ = ["SECRET_FIELDS", "Api", "ModelRequest", "Writer", "call_seed", "load", "sampling_attributes"]
 
 SECRET_FIELDS: Final = ("api_key", "authorization", "extra_headers", "headers")
 """Fields that some clients put into a body: neither forwarded nor recorded."""
@@ -32,7 +33,7 @@ _SHAPING: Final = (
     "repetition_penalty",
 )
 """Fields by which an agent changes the distribution that it samples from: replaced as a whole by the run's.
-A seed above all: it would make the rollouts of a group the same."""
+A seed above all: it would make the rollouts of a group the same. (The run's seed is made one of each call: `call_seed`.)"""
 _RECORDED: Final = {
     "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p",
@@ -175,6 +176,12 @@ def load(raw: bytes) -> Json:
     if not isinstance(body.get("model"), str) or not body["model"]:
         raise BadRequest("You must provide a model parameter, as a string.", "model")
     return body
+
+
+def call_seed(seed: int, identity: Identity, place: int) -> int:
+    """The seed of one call: its own in its run, and the same when the run is repeated."""
+    text = f"{seed}/{identity.rollout_id}/{identity.attempt}/{place}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 33
 
 
 def sampling_attributes(body: Json) -> dict[str, Any]:

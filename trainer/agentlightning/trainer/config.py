@@ -31,8 +31,9 @@ class RunConfig(Section):
     """The run's id and folder name; rollouts of one name belong together."""
     root: Path = Path("runs")
     """State, data, logs and results go under `root/name/`."""
-    seed: int = 0
-    """Of everything random in the trainer: task order, adapters, evaluation tasks."""
+    seed: int = Field(default=0, ge=0)
+    """Of everything random in a run: task order, adapters, evaluation tasks, and each answer. With it a synchronous
+    run in float32 samples the same tokens again, if its agents do the same; log-probabilities differ in their last bits."""
 
     @model_validator(mode="after")
     def _valid_name(self) -> Self:

@@ -138,8 +138,8 @@ class Trainer:
         engine = EngineClient(services.engine, token=services.engine_token)
         transitions = TransitionClient(services.collector_grpc, token=services.collector_token)
         try:
-            sampling = _sampling(policy.sampling)
-            val_sampling = _sampling(policy.val_sampling or policy.sampling)
+            sampling = _sampling(policy.sampling, self.config.run.seed)
+            val_sampling = _sampling(policy.val_sampling or policy.sampling, self.config.run.seed)
             await gateway.set_policy(policy.name, policy.model, {"train": sampling, "val": val_sampling})
             token_file = str(services.engine_token_file) if services.engine_token_file else None
             await gateway.register_engine(
@@ -248,7 +248,7 @@ class Trainer:
     def _supply(self, collector: Collector) -> Supply:
         config, train = self.config, self.config.train
         score = functools.partial(score_transitions, config)
-        sampling = _sampling(config.policy.sampling)
+        sampling = _sampling(config.policy.sampling, config.run.seed)
         if config.loop.kind == "sync":
             return StepSupply(
                 collector,
@@ -404,7 +404,7 @@ class Trainer:
             collected = await collector.run(
                 groups,
                 split="val",
-                sampling=_sampling(policy.val_sampling or policy.sampling),
+                sampling=_sampling(policy.val_sampling or policy.sampling, self.config.run.seed),
                 replace_rounds=self.config.train.refill_rounds,
                 priority=1,  # training rollouts may be queued already, and weights stand still meanwhile
                 on_finish=self._console.rollout,
@@ -432,9 +432,11 @@ def _samples_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _sampling(settings: SamplingConfig) -> dict[str, Any]:
+def _sampling(settings: SamplingConfig, seed: int) -> dict[str, Any]:
     values = settings.model_dump()
-    return values if values["top_k"] else {name: value for name, value in values.items() if name != "top_k"}
+    if not values["top_k"]:
+        del values["top_k"]
+    return {**values, "seed": seed}
 
 
 def _mean(values: Any) -> float | None:

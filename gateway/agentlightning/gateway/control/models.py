@@ -106,6 +106,9 @@ class Sampling(Request):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = Field(
+        None, description="each call gets a seed of its own, from this one, its rollout and its place in it"
+    )
 
 
 class Rollout(Request):

@@ -18,7 +18,7 @@ GROUP = 4
 
 def tasks(seed: int, count: int) -> list[dict[str, Any]]:
     """Every rollout of a group has its own waits, `MEAN_WAIT` seconds on average."""
-    mean = float(os.environ.get("MEAN_WAIT", "3"))
+    mean = float(os.environ["MEAN_WAIT"])
     rng = random.Random(seed)
     # The mean of a log-normal law is exp(mu + sigma²/2).
     draws = [[rng.lognormvariate(-(SIGMA**2) / 2, SIGMA) * mean for _ in range(GROUP)] for _ in range(count)]

@@ -357,7 +357,7 @@ class Converter:
         entries = [self._entry(made) for made in batch]
         # What has become part of another attempt is no more on its own.
         entries += [
-            AttemptEntry(*key, None, 0, self._written[key].generation + 1)
+            AttemptEntry(*key, None, 0, self._generation(key, 0))
             for made in batch
             for key in made.attempt.taken_in
         ]
@@ -387,10 +387,7 @@ class Converter:
 
     def _entry(self, made: _Made) -> AttemptEntry:
         rows = made.rows
-        known = self.dataset.history.entries.get((rows.rollout_id, rows.attempt))
-        generation = made.attempt.generation
-        if known is not None:  # another writer may have been there
-            generation = max(generation, known.generation + 1)
+        generation = self._generation((rows.rollout_id, rows.attempt), made.attempt.generation)
         return AttemptEntry(
             rows.rollout_id,
             rows.attempt,
@@ -399,6 +396,11 @@ class Converter:
             generation,
             truncated=made.truncated,
         )
+
+    def _generation(self, key: Key, least: int) -> int:
+        """The next one: another writer may have been there."""
+        known = self.dataset.history.entries.get(key)
+        return least if known is None else max(least, known.generation + 1)
 
     def _earlier(self, keys: Sequence[Key]) -> dict[Key, list[Span]]:
         """The spans of some attempts that the data set holds."""

@@ -1,6 +1,7 @@
 # make quickstart   install what it needs into .venv, and train an agent (minutes, no GPU)
 # make test         install what it needs into .venv, and run checks and tests
 # make torture      kill the collector 200 times, and look for every span (minutes)
+# make fuzz         give the collector's decoders anything, differently each time (minutes)
 # make bench        run all benchmarks (after make quickstart)
 # make bench-collector   the collector beside other systems (installs them into a cache: gigabytes)
 # make bench-gateway     the gateway beside other proxies (the same)
@@ -13,7 +14,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: quickstart test check unit torture lock bench bench-collector bench-gateway torture-gateway generate clean
+.PHONY: quickstart test check unit torture lock bench bench-collector bench-gateway torture-gateway generate clean fuzz
 
 quickstart: $(INSTALLED)
 	$(BIN)/agl quickstart
@@ -56,6 +57,9 @@ torture-gateway: $(INSTALLED)
 
 torture: $(INSTALLED)
 	$(BIN)/python tests/support/torture.py --kills 200
+
+fuzz: $(INSTALLED)
+	FUZZ_EXAMPLES=3000 $(BIN)/python -m pytest --timeout=3600 tests/collector/test_fuzz_decoders.py
 
 lock: $(INSTALLED)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-annotate --no-header \

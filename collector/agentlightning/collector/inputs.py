@@ -2,7 +2,7 @@
 
 What a file is, its content says: JSON (one document, a list, or one per line, as the collector's file
 exporter writes), protobuf (one message, or a stream of messages with their lengths), Parquet, or any
-of these gzipped.
+of these packed by gzip or zstd, as a whole or message by message.
 """
 
 import gzip
@@ -36,6 +36,7 @@ Advance = Callable[[int], None]
 """Called with a number of bytes that have been read of a file."""
 
 GZIP: Final = b"\x1f\x8b"
+ZSTD: Final = b"\x28\xb5\x2f\xfd"
 PARQUET: Final = b"PAR1"
 MAX_BYTES: Final = 4 << 30
 """Of one file after decompression, where it must be read whole."""
@@ -99,6 +100,8 @@ def read_file(
                 yield from _read_parquet(path, counters, refuse)
             elif head.lstrip(_MARK + b" \t\r\n")[:1] in (b"{", b"["):
                 yield from _read_json(path, file, counters, refuse)
+            elif head[4:8] == ZSTD:
+                yield from _read_packed(path, file, counters, refuse)
             elif (
                 len(file.peek(WHOLE_BYTES + 1)) > WHOLE_BYTES
                 and (length := _framing(file.peek())) is not None
@@ -121,9 +124,13 @@ class _Counted:
         self._raw = open(path, "rb")  # noqa: SIM115 - closed by __exit__
         self._advance = advance
         self._told = 0
-        packed = self._raw.read(2) == GZIP
+        mark = self._raw.read(4)
         self._raw.seek(0)
-        self._file = cast(IO[bytes], gzip.GzipFile(fileobj=self._raw)) if packed else self._raw
+        self._file: IO[bytes] = self._raw
+        if mark[:2] == GZIP:
+            self._file = cast(IO[bytes], gzip.GzipFile(fileobj=self._raw))
+        elif mark == ZSTD:
+            self._file = cast(IO[bytes], pa.CompressedInputStream(pa.PythonFile(self._raw), "zstd"))
         self._head = b""
 
     def __enter__(self) -> "_Counted":
@@ -336,6 +343,28 @@ def _read_frames(
             yield from _decode_message(frame if length is _field_length else frame[begin:], counters)
         except ValueError as error:
             refuse(f"{path}, message {number} is left out: {error}.")
+
+
+def _read_packed(path: Path, file: _Counted, counters: Counter[str], refuse: Refuse) -> Iterator[Span]:
+    """The collector's file exporter with compression: each message is a zstd frame behind its length."""
+    number = 0
+    while head := file.take(4):
+        number += 1
+        where, size = f"{path}, message {number}", int.from_bytes(head, "big")
+        frame = file.take(size)
+        if len(head) < 4 or len(frame) < size:
+            refuse(f"{where} is cut off. It is left out.")
+            return
+        try:
+            message = pa.CompressedInputStream(pa.BufferReader(frame), "zstd").read(MAX_BYTES + 1)
+            if len(message) > MAX_BYTES:
+                raise ValueError(f"it holds more than {MAX_BYTES >> 30} GiB")
+            if message[:1] == b"{":
+                yield from _read_document(where, orjson.loads(message), counters, refuse)
+            else:
+                yield from _decode_message(message, counters)
+        except (OSError, ValueError) as error:
+            refuse(f"{where} is left out: {error}.")
 
 
 def _field_length(data: bytes, position: int) -> tuple[int, int]:

@@ -40,7 +40,7 @@ Decode = Callable[[Sequence[int]], str]
 UNKNOWN_VERSION = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, like Call: a tenth of merging would go into making it so
 class Segment:
     """The tokens `[start, end)` of a sample: sampled in one call, trained."""
 
@@ -61,7 +61,7 @@ class CallReward:
     reward: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Sample:
     """Consecutive calls whose tokens continue each other exactly."""
 

@@ -289,9 +289,13 @@ class Sink:
         self.waiting = 0
         self.posts = 0
         self.spans: list[dict[str, Any]] = []
+        self.bodies: list[bytes] = []
+        """Of the requests, as they came."""
 
     async def traces(self, request: Request) -> Response:
-        message = ExportTraceServiceRequest.FromString(await request.body())
+        body = await request.body()
+        self.bodies.append(body)
+        message = ExportTraceServiceRequest.FromString(body)
         self.posts += 1
         self.waiting += 1
         if self.mode == "hang" or (self.mode == "picky" and self.posts <= 2):

@@ -11,6 +11,9 @@ import openai
 import pytest
 from scripted import Reply, ScriptedModel
 
+from agentlightning.collector import inspect_cli
+from agentlightning.collector.convert_cli import convert
+from agentlightning.proto.dataset import open_dataset
 from agentlightning.proto.packed import unpack_floats, unpack_ids
 
 ADD = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -434,6 +437,46 @@ def test_completions_leave_a_record_for_each_prompt_with_its_own_ids(place, stre
     assert texts == ["The answer is 3."] * 2
     shown = place.post("/v1/completions", prompt="one", logprobs=1).json()["choices"][0]["logprobs"]
     assert place.recorded()["choices"][0]["logprobs"] == shown
+
+
+def test_records_of_every_api_become_transitions(place, sink, until, tmp_path, capsys):
+    place.model.script = lambda body: BOTH if body.get("tools") else "The answer is 3."
+    message: Any = [{"role": "user", "content": "Add."}]
+    chat = place.openai.chat.completions.create(model="scripted", messages=message)
+    got = [
+        place.openai.responses.create(
+            model="scripted", input="Add.", instructions="Be brief.", tools=[FUNCTION], temperature=0.5
+        ),
+        place.anthropic.messages.create(
+            model="scripted", max_tokens=50, messages=message, tools=[TOOL], thinking={"type": "adaptive"}
+        ),
+    ]
+    place.gateway.finish(place.name)
+    until(lambda: len(sink.of(place.name)) == 4)  # the attempt's end, too
+    for number, body in enumerate(sink.bodies):
+        (tmp_path / f"{number}.pb").write_bytes(body)
+    convert(sorted(tmp_path.glob("*.pb")), tmp_path / "data")
+    rows = open_dataset(tmp_path / "data").table("transitions").to_pylist()
+    rows = sorted((row for row in rows if row["rollout_id"] == place.name), key=lambda row: row["seq"])
+    assert [row["finish_reason"] for row in rows] == ["stop", "tool_calls", "tool_calls"]
+    spans = place.spans()
+    for row, span in zip(rows, spans, strict=True):
+        assert (row["source"], row["policy"], row["token_source"]) == ("gateway", "scripted", "engine")
+        assert (row["call_id"], row["model_version"]) == (span["agentlightning.call.id"], 1)
+        assert row["response_token_ids"] == unpack_ids(span["agentlightning.response.token_ids"])
+        assert row["prompt_token_ids"] == unpack_ids(span["agentlightning.prompt.token_ids"])
+        assert len(row["response_logprobs"]) == len(row["response_token_ids"])
+        assert row["error"] is None
+    assert json.loads(rows[0]["response"])["id"] == chat.id
+    assert [json.loads(row["response"]) for row in rows[1:]] == [plain(one) for one in got]
+    assert json.loads(rows[1]["request"])["instructions"] == "Be brief."
+    assert json.loads(rows[1]["sampling"])["temperature"] == 0.5
+    assert json.loads(rows[2]["sampling"])["max_tokens"] == 50
+    assert inspect_cli.main([str(tmp_path / "data"), "--rollout", place.name, "--full"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("⇒ assistant calls add: ") == 4
+    assert shown.count("⇒ assistant (reasoning): I must add") == 2
+    assert "system: Be brief." in shown
 
 
 def test_embeddings_pass_through_and_are_not_recorded(place):

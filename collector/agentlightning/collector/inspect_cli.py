@@ -12,6 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from agentlightning.collector import conversation
 from agentlightning.collector.inspect_tokens import find_tokenizer, newest_attempt, token_document, token_text
 from agentlightning.proto.dataset import Dataset, open_dataset
 from agentlightning.proto.errors import ConfigError, DataError, nearest
@@ -385,8 +386,8 @@ def _call_text(call: dict[str, Any], full: bool, seen: int) -> list[str]:
         f" · {call['finish_reason'] or '–'} · {call['duration_ms']:.0f} ms · {call['source']}"
     ]
     request, response = call["request"], call["response"]
-    messages = request.get("messages") if isinstance(request, dict) else None
-    if isinstance(messages, list):
+    messages = conversation.messages(request)
+    if messages is not None:
         # What the call before showed already is counted, not shown again.
         first = seen if not full and 0 < seen <= len(messages) else 0
         if first:
@@ -395,11 +396,10 @@ def _call_text(call: dict[str, Any], full: bool, seen: int) -> list[str]:
             lines += _message(message, full)
     elif request is not None:
         lines += _block("request", request, full)
-    choices = response.get("choices") if isinstance(response, dict) else None
-    if isinstance(choices, list):
-        for choice in choices:
-            if isinstance(choice, dict):
-                lines += _message(choice.get("message") or {}, full, arrow="⇒ ")
+    answers = conversation.answers(response)
+    if answers is not None:
+        for message in answers:
+            lines += _message(message, full, arrow="⇒ ")
     elif response is not None:
         lines += _block("response", response, full)
     if call["error"]:
@@ -410,9 +410,7 @@ def _call_text(call: dict[str, Any], full: bool, seen: int) -> list[str]:
 
 
 def _messages_count(call: dict[str, Any]) -> int:
-    request = call["request"]
-    messages = request.get("messages") if isinstance(request, dict) else None
-    return len(messages) if isinstance(messages, list) else 0
+    return len(conversation.messages(call["request"]) or ())
 
 
 def _message(message: Any, full: bool, arrow: str = "") -> list[str]:

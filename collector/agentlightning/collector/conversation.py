@@ -59,4 +59,5 @@ def _content(content: Any) -> Any:
     if not isinstance(content, list):
         return content
     texts = [block.get("text") for block in content if isinstance(block, Mapping)]
-    return "\n".join(texts) if all(isinstance(text, str) for text in texts) else content
+    told = [text for text in texts if isinstance(text, str)]
+    return "\n".join(told) if len(told) == len(content) else content

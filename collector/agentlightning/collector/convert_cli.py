@@ -16,7 +16,14 @@ from agentlightning.collector.linking import TraceLinks
 from agentlightning.collector.progress import Progress
 from agentlightning.collector.spool import Key, Spool
 from agentlightning.collector.tables import tables
-from agentlightning.proto.dataset import MANIFESTS, AttemptEntry, FileEntry, commit_manifest, write_files
+from agentlightning.proto.dataset import (
+    MANIFESTS,
+    AttemptEntry,
+    Dataset,
+    FileEntry,
+    commit_manifest,
+    write_files,
+)
 from agentlightning.proto.errors import ConfigError, DataError
 from agentlightning.proto.process import run_main
 
@@ -181,11 +188,13 @@ def _check_out(out: Path, name: str) -> bool:
     """Whether this very conversion is in `out` already. Raises ConfigError if something else is."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: --out must name a folder.")
-    manifests = sorted((out / MANIFESTS).glob("*.json")) if out.exists() else []
-    if not manifests:
+    if not (out / MANIFESTS).is_dir():
         return False
-    first = json.loads(manifests[0].read_bytes())
-    same = len(manifests) == 1 and all(Path(entry["path"]).name.startswith(name) for entry in first["files"])
+    dataset = Dataset(out)
+    if dataset.history.last == 0:
+        return False
+    files = [entry for manifest in dataset.manifests for entry in manifest.files]
+    same = dataset.history.last == 1 and all(Path(entry.path).name.startswith(name) for entry in files)
     if not same:
         raise ConfigError(f"{out} holds another data set: choose a new folder for --out.")
     return True

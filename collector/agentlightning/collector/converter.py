@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 WRITER: Final = "collector"
 READ_BYTES: Final = 2 << 20
 """Read this much before looking what is ready."""
-COMMIT_BYTES: Final = 8 << 20
+COMMIT_BYTES: Final = 4 << 20
 """Of bodies in one commit: bounds memory when much is ready at once."""
 TRIM_BYTES: Final = 64 << 20
 """A commit without attempts is made when the journal could be cut by this much."""

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 Key = tuple[str, int]  # rollout id, attempt
 
-MEMORY_BYTES: Final = 8 << 20
+MEMORY_BYTES: Final = 6 << 20
 """Of bodies whose decoded spans are kept; they take about three times as much."""
 QUIET_SECONDS: Final = 2.0
 """An attempt that looks complete is written without a seal after this time without news."""

@@ -117,11 +117,14 @@ def spans_from_table(table: pa.Table, calls: pa.Table | None, counters: Counter[
 
 
 def _rows(schema: pa.Schema, rows: list[dict[str, Any]]) -> pa.Table:
-    return pa.table([_column(field, [row[field.name] for row in rows]) for field in schema], schema=schema)
+    columns = []
+    for name, field in zip(schema.names, schema, strict=True):  # a field gives its name anew each time
+        columns.append(_column(name, field, [row[name] for row in rows]))
+    return pa.table(columns, schema=schema)
 
 
-def _column(field: pa.Field, values: list[Any]) -> pa.Array:
-    if field.name in _PACKED:
+def _column(name: str, field: pa.Field, values: list[Any]) -> pa.Array:
+    if name in _PACKED:
         return _packed_column(field, values)
     if pa.types.is_timestamp(field.type):
         if field.type.unit == "us":

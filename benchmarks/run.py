@@ -16,6 +16,7 @@ HERE = Path(__file__).parent
 NAMES = (
     "collector",
     "convert",
+    "collector_backlog",
     "gateway",
     "rollouts",
     "sdk",

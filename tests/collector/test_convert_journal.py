@@ -10,7 +10,7 @@ import pytest
 import spans
 from journal_place import Place
 
-from agentlightning.collector import converter as converter_module
+from agentlightning.collector import conversion as converter_module
 from agentlightning.collector import open_attempts
 from agentlightning.collector.records import Kind
 from agentlightning.proto import ids

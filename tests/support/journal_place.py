@@ -8,7 +8,7 @@ from typing import Any
 
 import spans
 
-from agentlightning.collector.converter import Converter
+from agentlightning.collector.conversion import Converter
 from agentlightning.collector.journal import Journal
 from agentlightning.collector.records import JournalReader, Kind
 from agentlightning.proto.dataset import Dataset, open_dataset

@@ -13,6 +13,7 @@ from running import Run, assert_exact, wait_for
 from safetensors.torch import load_file
 from troubled import TROUBLES
 
+from agentlightning.collector.inspect_cli import main as main_inspect
 from agentlightning.proto.dataset import open_dataset
 
 Make = Callable[..., Run]
@@ -33,6 +34,12 @@ def test_a_run_leaves_data_a_model_a_report_and_says_what_came_of_it(make_run: M
     assert "incomplete_rollout" in page
     assert "<svg" in page
     assert "http://" not in page.replace("http://www.w3.org", "")  # self-contained
+    assert 'data-t="' in page  # rollouts token by token
+    assert "over the same 4 tasks" in text
+    (step, *_) = run.events("step")
+    assert step["behaviour"]["length"] > 0
+    assert len(step["reward_interval"]) == 2
+    assert main_inspect([str(run.root), "--rollout", "run.00001.0.000.00", "--tokens"]) == 0
     versions = {row["model_version"] for row in open_dataset(run.root).table("transitions").to_pylist()}
     assert versions == {0, 1, 2, 3}  # each step sampled from the weights that the one before published
 

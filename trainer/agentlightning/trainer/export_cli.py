@@ -14,8 +14,8 @@ from agentlightning.trainer.recorded import Selection, read_index
 __all__ = ["main"]
 
 DESCRIPTION = """\
-Write recorded rollouts as a training set in the conversational forms of TRL (also read by Axolotl,
-LLaMA-Factory, Unsloth and others): JSON lines or Parquet, by the ending of --out.
+Write recorded rollouts as a training set in the conversational forms of TRL: JSON lines or Parquet, by
+the ending of --out.
 
 formats:
   sft                messages: each conversation of a rollout, to its last answer

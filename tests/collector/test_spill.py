@@ -7,7 +7,7 @@ import pytest
 import spans
 from journal_place import Place
 
-from agentlightning.collector import converter, open_attempts
+from agentlightning.collector import conversion, open_attempts
 from agentlightning.collector import spill as spill_module
 from agentlightning.collector.span import Event, Link, Resource, Span
 from agentlightning.collector.spill import Spill
@@ -94,9 +94,9 @@ def test_memory_stays_within_its_limit_and_each_span_is_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[int] = []
-    decode = converter.decode
+    decode = conversion.decode
     monkeypatch.setattr(
-        converter,
+        conversion,
         "decode",
         lambda record, counters: (decoded.append(record.position), decode(record, counters))[1],
     )

@@ -1,7 +1,8 @@
 """From a configuration to what the mathematics needs, and from transitions to samples with advantages."""
 
 from agentlightning.trainer.advantage import Scored, score
-from agentlightning.trainer.config import TrainConfig, ValueConfig
+from agentlightning.trainer.algorithm import ValueConfig
+from agentlightning.trainer.config import TrainConfig
 from agentlightning.trainer.learner import LearnerSettings, LoraSettings
 from agentlightning.trainer.rollouts import Collected
 from agentlightning.trainer.samples import SampleSet, build_samples, read_calls

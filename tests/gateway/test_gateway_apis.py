@@ -479,6 +479,13 @@ def test_records_of_every_api_become_transitions(place, sink, until, tmp_path, c
     assert "system: Be brief." in shown
 
 
+def test_both_providers_clients_can_list_the_models(place):
+    assert [model.id for model in place.openai.models.list()] == ["scripted"]
+    assert [(model.id, model.type) for model in place.anthropic.models.list()] == [("scripted", "model")]
+    assert place.anthropic.models.retrieve("scripted").display_name == "scripted"
+    assert place.openai.models.retrieve("scripted").id == "scripted"
+
+
 def test_embeddings_pass_through_and_are_not_recorded(place):
     made = place.openai.embeddings.create(model="scripted", input="x", encoding_format="float")
     assert made.data[0].embedding == [0.5, -1.0]

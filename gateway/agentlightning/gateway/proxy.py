@@ -258,6 +258,16 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
     return await response.read()
 
 
+_MODEL: Final = {
+    "object": "model",
+    "created": 0,
+    "owned_by": "agentlightning",
+    "type": "model",
+    "created_at": "1970-01-01T00:00:00Z",
+}
+"""What the clients of either provider look for."""
+
+
 class ModelsEndpoint(_Endpoint):
     """`GET /v1/models` and `GET /v1/models/{model}`."""
 
@@ -269,10 +279,9 @@ class ModelsEndpoint(_Endpoint):
         served = (
             [wanted] if wanted else [p.name for p in self.gateway.policies if caller.policy in (None, p.name)]
         )
-        models: list[dict[str, Any]] = [
-            {"id": name, "object": "model", "created": 0, "owned_by": "agentlightning"} for name in served
-        ]
-        body = models[0] if wanted else {"object": "list", "data": models}
+        models: list[dict[str, Any]] = [{"id": name, **_MODEL, "display_name": name} for name in served]
+        ends = {"first_id": served[0], "last_id": served[-1]} if served else {}
+        body = models[0] if wanted else {"object": "list", "data": models, "has_more": False, **ends}
         await http.respond(send, 200, orjson.dumps(body))
 
 

@@ -191,6 +191,20 @@ def test_cancel_reaches_queued_and_running_rollouts(gateway, until):
     assert gateway.claim() == []
 
 
+def test_a_rollout_may_be_cancelled_between_two_attempts(gateway, sink, until):
+    gateway.begin("between")
+    report = {"state": "failed", "cause": "infra_error"}
+    first = gateway.finish("between", **report).json()
+    assert first["will_retry"] is True
+    assert gateway.ask("POST", "/api/rollouts/cancel", {"rollout_ids": ["between"]}) == {"cancelled": 1}
+    row = until(lambda: (r := gateway.row("between"))["change"] and r)
+    assert (row["state"], row["attempt"]) == ("cancelled", 0)
+    assert (
+        gateway.finish("between", **report).json() == first
+    )  # the report of the attempt is still answered so
+    assert ended(sink, "between")[-1]["agentlightning.rollout.state"] == "cancelled"
+
+
 def test_lists_are_paged_and_filtered(gateway):
     gateway.enqueue(
         *(

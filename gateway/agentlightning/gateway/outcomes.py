@@ -197,7 +197,7 @@ def end_attempts(connection: Connection, outcomes: Sequence[Outcome]) -> list[En
                 "b_change": next(never_tried) if attempt < 0 else None,
             }
         )
-        if attempt < 0:
+        if row["state"] != "running":  # cancelled before its first attempt, or before its next: none ends now
             continue
         attempt_rows.append(
             {

@@ -34,6 +34,8 @@ from agentlightning.proto.transitions_pb2_grpc import TransitionsStub
 __all__ = ["Outcome", "torture"]
 
 KILLS_PER_ROUND = 10
+ROLLOUTS = 40
+"""Of a round."""
 CALLS = 4
 PATIENCE = 120.0
 """Seconds until a collector that does not recover fails the test."""
@@ -144,7 +146,7 @@ def _round(
     sent: set[tuple[str, str]],
     calls: set[tuple[str, str]],
 ) -> None:
-    rollouts = [f"t{turn}-{n}" for n in range(12)]
+    rollouts = [f"t{turn}-{n}" for n in range(ROLLOUTS)]
     pieces = [
         piece
         for rollout in rollouts
@@ -167,14 +169,15 @@ def _round(
     outcome.bodies_twice += len(copies)
     bodies += copies
     draw.shuffle(bodies)
-    early = draw.sample(rollouts, 3)
-    # Between two kills a part of the bodies; the killer waits at random moments while they are sent.
+    early = draw.sample(rollouts, 10)
     failed: list[BaseException] = []
-    sender = threading.Thread(target=_send, args=(victim, bodies, early, draw.random(), failed))
+    moments = [threading.Event() for _ in bodies]
+    sender = threading.Thread(target=_send, args=(victim, bodies, early, draw.random(), moments, failed))
     sender.start()
-    for _ in range(kills):
+    for number in sorted(draw.sample(range(len(bodies)), kills)):  # each in the midst of the sending
         what = draw.choice(["receiver", "converter"])
-        time.sleep(draw.random() * 0.4)
+        assert moments[number].wait(PATIENCE), "nothing is acknowledged any more"
+        time.sleep(draw.random() * 0.05)
         while not victim.kill(what):
             time.sleep(0.05)  # it is being started
         outcome.kills[what] += 1
@@ -185,19 +188,26 @@ def _round(
 
 
 def _send(
-    victim: Victim, bodies: list[bytes], early: list[str], share: float, failed: list[BaseException]
+    victim: Victim,
+    bodies: list[bytes],
+    early: list[str],
+    share: float,
+    moments: list[threading.Event],
+    failed: list[BaseException],
 ) -> None:
-    """Each body until it is acknowledged."""
+    """Each body until it is acknowledged; `moments` tell when each is begun."""
     try:
         with httpx.Client(trust_env=False, timeout=10) as client:
-            for number, body in enumerate(bodies):
+            for number, (body, moment) in enumerate(zip(bodies, moments, strict=True)):
+                moment.set()
                 _until_acknowledged(victim, client, body)
                 if number == int(len(bodies) * share):
                     with contextlib.suppress(grpc.RpcError):  # it may have died
                         _ask(victim, dict.fromkeys(early), 0.2)
-                time.sleep(0.02)  # so that kills fall in between
     except BaseException as error:  # noqa: BLE001 - told to the test's thread
         failed.append(error)
+        for moment in moments:
+            moment.set()
 
 
 def _until_acknowledged(victim: Victim, client: httpx.Client, body: bytes) -> None:

@@ -9,13 +9,13 @@ import binascii
 from collections import Counter
 from typing import Any, Final
 
-import orjson
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from agentlightning.collector.forward import Signal
+from agentlightning.collector.otlp_json import parse_json
 from agentlightning.collector.records import Kind
 from agentlightning.collector.tokens import TOKEN_ATTRIBUTES
 from agentlightning.collector.wire import valid_id
@@ -42,7 +42,7 @@ def portable(kind: Kind, body: bytes, counters: Counter[str]) -> Request:
             empty.MergeFromString(body)
             request = empty
         else:
-            request = ParseDict(_protobuf_json(orjson.loads(body)), empty, ignore_unknown_fields=True)
+            request = ParseDict(_protobuf_json(parse_json(body)), empty, ignore_unknown_fields=True)
     except (DecodeError, ParseError, ValueError, RecursionError):
         counters["unforwardable"] += 1
         return type(empty)()

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import orjson
-
 from agentlightning.collector import assemble
 from agentlightning.collector.calls import is_gateway_call, ledger_key
 from agentlightning.collector.otlp import decode_logs, decode_traces
-from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json
+from agentlightning.collector.otlp_json import decode_logs_json, decode_traces_json, parse_json
 from agentlightning.collector.records import Kind, Record
 from agentlightning.collector.span import Span
 from agentlightning.collector.spill import Place, Spill
@@ -262,7 +260,7 @@ def decode(record: Record, counters: Counter[str]) -> list[Span]:
         case Kind.LOGS:
             return decode_logs(body, counters)
         case Kind.TRACES_JSON:
-            return decode_traces_json(orjson.loads(body) if body.strip() else {}, counters)
+            return decode_traces_json(parse_json(body), counters)
         case Kind.LOGS_JSON:
-            return decode_logs_json(orjson.loads(body) if body.strip() else {}, counters)
+            return decode_logs_json(parse_json(body), counters)
     return []

@@ -6,6 +6,7 @@ or text, names in camel or snake case, unknown fields ignored. What is malformed
 
 import base64
 import binascii
+import json
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -35,11 +36,25 @@ __all__ = [
     "event_to_json",
     "link_from_json",
     "link_to_json",
+    "parse_json",
 ]
 
 _MAX_COUNT: Final = 2**32 - 1
 # protobuf's JSON mapping writes what JSON has no number for as strings.
 _NOT_FINITE: Final = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def parse_json(body: bytes) -> Any:
+    """A body that was acknowledged as JSON. Raises ValueError if it is none.
+
+    orjson takes no number beyond a double's range; whoever sent one sent JSON all the same.
+    """
+    if not body.strip():
+        return {}
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return json.loads(body)
 
 
 def decode_traces_json(document: Any, counters: Counter[str]) -> list[Span]:

@@ -6,9 +6,11 @@ of an object per token; who needs its content parses `ArrayValue` or `KeyValueLi
 """
 
 import binascii
+import codecs
 from dataclasses import dataclass
 from typing import Any, Final
 
+import msgspec
 import orjson
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
@@ -139,24 +141,25 @@ def check_logs(body: Body) -> Checked:
 def check_traces_json(body: Body) -> Checked:
     """The same for OTLP/JSON."""
     items = rejected = 0
-    for resource in _list(_document(body), "resourceSpans", "the request"):
-        for scope in _list(resource, "scopeSpans", "resourceSpans"):
-            for span in _list(scope, "spans", "scopeSpans"):
-                items += 1
-                if not isinstance(span, dict):
-                    raise Malformed("The JSON body is not OTLP: a span must be an object.")
-                if not valid_id(_hex(span, "traceId", "trace_id"), _hex(span, "spanId", "span_id")):
+    for resource in _of(_json(_TRACES, body), "resource_spans"):
+        for scope in _of(resource, "scope_spans"):
+            spans = scope.spans or ()
+            items += len(spans)
+            for span in spans:
+                if not valid_id(_hex(span.traceId, span.trace_id), _hex(span.spanId, span.span_id)):
                     rejected += 1
     return Checked(items, rejected)
 
 
 def check_logs_json(body: Body) -> Checked:
     """The same for OTLP/JSON."""
-    items = 0
-    for resource in _list(_document(body), "resourceLogs", "the request"):
-        for scope in _list(resource, "scopeLogs", "resourceLogs"):
-            items += len(_list(scope, "logRecords", "scopeLogs"))
-    return Checked(items)
+    return Checked(
+        sum(
+            len(_of(scope, "log_records"))
+            for resource in _of(_json(_LOGS, body), "resource_logs")
+            for scope in _of(resource, "scope_logs")
+        )
+    )
 
 
 def _parse(message: Any, body: Body, name: str) -> Any:
@@ -166,32 +169,95 @@ def _parse(message: Any, body: Body, name: str) -> Any:
         raise Malformed(f"The body is not a protobuf {name}: it cannot be parsed.") from None
 
 
-def _document(body: Body) -> Any:
-    if not body.strip():
-        return {}
+# Only what is counted is parsed; the rest is checked to be JSON, and skipped: a token array of a span
+# costs no object. protobuf's JSON mapping accepts the snake_case names too.
+
+
+_ABSENT: Final = msgspec.Raw(b"")
+
+
+class _Span(msgspec.Struct, gc=False):
+    traceId: msgspec.Raw = _ABSENT
+    spanId: msgspec.Raw = _ABSENT
+    trace_id: msgspec.Raw = _ABSENT
+    span_id: msgspec.Raw = _ABSENT
+
+
+class _ScopeSpans(msgspec.Struct):
+    spans: list[_Span] | None = None
+
+
+class _ResourceSpans(msgspec.Struct):
+    scopeSpans: list[_ScopeSpans] | None = None
+    scope_spans: list[_ScopeSpans] | None = None
+
+
+class _Traces(msgspec.Struct):
+    resourceSpans: list[_ResourceSpans] | None = None
+    resource_spans: list[_ResourceSpans] | None = None
+
+
+class _LogRecord(msgspec.Struct, gc=False):
+    pass
+
+
+class _ScopeLogs(msgspec.Struct):
+    logRecords: list[_LogRecord] | None = None
+    log_records: list[_LogRecord] | None = None
+
+
+class _ResourceLogs(msgspec.Struct):
+    scopeLogs: list[_ScopeLogs] | None = None
+    scope_logs: list[_ScopeLogs] | None = None
+
+
+class _Logs(msgspec.Struct):
+    resourceLogs: list[_ResourceLogs] | None = None
+    resource_logs: list[_ResourceLogs] | None = None
+
+
+_TRACES: Final = msgspec.json.Decoder(_Traces)
+_LOGS: Final = msgspec.json.Decoder(_Logs)
+_SLICE: Final = 1 << 20
+
+
+def _of(parent: Any, name: str) -> Any:  # a list of one of the structs above
+    first, *rest = name.split("_")
+    value = getattr(parent, first + "".join(word.capitalize() for word in rest))
+    return (getattr(parent, name) if value is None else value) or ()
+
+
+def _json(decoder: Any, body: Body) -> Any:
+    if not body or body.isspace():
+        return decoder.decode(b"{}")
     try:
-        return orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        if not body.isascii():
+            _check_utf8(body)
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise Malformed(f"The JSON body is not OTLP: {error}.") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Malformed(f"The body is not JSON: {error}.") from None
 
 
-def _list(parent: Any, name: str, where: str) -> list[Any]:
-    if not isinstance(parent, dict):
-        raise Malformed(f"The JSON body is not OTLP: {where} must hold objects.")
-    # protobuf's JSON mapping accepts the snake_case names too.
-    value = parent.get(name)
-    if value is None:
-        value = parent.get("".join(f"_{c.lower()}" if c.isupper() else c for c in name))
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise Malformed(f"The JSON body is not OTLP: {name} must be a list.")
-    return value
+def _check_utf8(body: Body) -> None:
+    """Piece by piece: the text itself is not needed, and would take up to four times the body's memory."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    view = memoryview(body)
+    for first in range(0, len(view), _SLICE):
+        decoder.decode(view[first : first + _SLICE])
+    decoder.decode(b"", final=True)
 
 
-def _hex(span: dict[str, Any], name: str, other: str) -> bytes:
-    value = span.get(name, span.get(other))
+def _hex(raw: msgspec.Raw, other: msgspec.Raw) -> bytes:
+    """An identifier, by either name; empty if it is none."""
+    text: Any = bytes(raw)
+    if text in (b"", b"null"):
+        text = bytes(other)
+    if text[:1] != b'"':
+        return b""  # a number of 34 digits is none
     try:
-        return binascii.unhexlify(value) if isinstance(value, str) else b""
-    except (binascii.Error, ValueError):
+        text = orjson.loads(text) if b"\\" in text else text[1:-1]
+        return binascii.unhexlify(text)
+    except (binascii.Error, ValueError, TypeError):
         return b""

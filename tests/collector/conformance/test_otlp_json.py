@@ -41,6 +41,11 @@ def test_j02_identifiers_in_base64_are_no_identifiers(shared: Any) -> None:
         shared, "json", document({"traceId": "CvdlGRbNQ92ESOshHIAxnA==", "spanId": "t61rcWkgMzE="})
     )
     assert (answer.ok, answer.rejected) == (True, 1)
+    answer = export(shared, "json", document({"traceId": int("1" * 34), "spanId": int("1" * 18)}))
+    assert (answer.ok, answer.rejected) == (True, 1)
+    escaped = document(IDS).replace(b'"0af7', b'"\\u0030af7')
+    assert export(shared, "json", escaped).ok
+    assert [span.trace_id for span in stored(shared)] == [IDS["traceId"]]
 
 
 def test_j03_integers_of_64_bits_are_text_or_numbers(shared: Any) -> None:

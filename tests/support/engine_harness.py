@@ -53,6 +53,8 @@ def make_tokenizer(*, marks: bool = True) -> PreTrainedTokenizerFast:
     )
     if marks:
         tokenizer.add_tokens(SCRIPT)
+    else:  # as many have it: what is no token is this one
+        tokenizer.unk_token = "<|im_end|>"
     tokenizer.chat_template = TOOLS_TEMPLATE.read_text()
     return tokenizer
 

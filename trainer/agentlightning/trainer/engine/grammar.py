@@ -6,7 +6,7 @@ json.dumps writes it, so that a call that is rendered again in the next prompt g
 """
 
 import json
-import threading
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,8 @@ from agentlightning.trainer.engine.tools import CLOSE, OPEN
 
 __all__ = ["Constraint", "Form", "Grammars", "Offer"]
 
+REMEMBERED = 64
+"""Compiled forms."""
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
@@ -118,10 +120,20 @@ class Grammars:
         self.vocabulary = vocabulary
         self._tokenizer, self._ends = tokenizer, end_tokens
         self._read: LLTokenizer | None = None
-        self._lock = threading.Lock()
+        self._compiled: OrderedDict[str, Constraint] = OrderedDict()
 
     def compile(self, form: Form) -> Constraint:
-        """Raises RequestError, with the schema that cannot be honoured."""
+        """Raises RequestError, with the schema that cannot be honoured. An agent asks for the same again and again."""
+        key = repr(form)
+        found = self._compiled.get(key)
+        if found is None:
+            found = self._compiled[key] = self._compile(form)
+            if len(self._compiled) > REMEMBERED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(key)
+        return found.copy()
+
+    def _compile(self, form: Form) -> Constraint:
         tokenizer = self._known()
         if form.schema is not None:
             self._refuse_bad(form.schema, "response_format.json_schema.schema")
@@ -133,8 +145,10 @@ class Grammars:
                 offer = replace(offer, schema={"type": "object"})
             offers.append(offer)
         form = replace(form, offers=tuple(offers))
-        mark = self._tokenizer.convert_tokens_to_ids(OPEN)
-        special = isinstance(mark, int) and mark < tokenizer.vocab_size and tokenizer.is_special_token(mark)
+        vocabulary = self._tokenizer.get_vocab()
+        special = all(
+            mark in vocabulary and tokenizer.is_special_token(vocabulary[mark]) for mark in (OPEN, CLOSE)
+        )
         matcher = LLMatcher(tokenizer, form.lark(special_marks=special), log_level=0)
         if matcher.is_error():
             raise RequestError(
@@ -157,19 +171,18 @@ class Grammars:
         return said[0] if failed else ""
 
     def _known(self) -> LLTokenizer:
-        with self._lock:
-            if self._read is None:
-                try:
-                    self._read = llguidance.hf.from_tokenizer(
-                        self._tokenizer, n_vocab=self.vocabulary, eos_token=sorted(self._ends)
-                    )
-                except ValueError as error:
-                    raise RequestError(
-                        f"This model's tokenizer cannot be constrained: {error}. Send no strict tools, no "
-                        "tool_choice and no response_format, or serve it with vLLM.",
-                        code="unsupported_value",
-                    ) from error
-            return self._read
+        if self._read is None:
+            try:
+                self._read = llguidance.hf.from_tokenizer(
+                    self._tokenizer, n_vocab=self.vocabulary, eos_token=sorted(self._ends)
+                )
+            except ValueError as error:
+                raise RequestError(
+                    f"This model's tokenizer cannot be constrained: {error}. Send no strict tools, no "
+                    "tool_choice and no response_format, or serve it with vLLM.",
+                    code="unsupported_value",
+                ) from error
+        return self._read
 
 
 def _spaced(schema: dict[str, Any]) -> str:

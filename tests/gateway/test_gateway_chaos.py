@@ -21,7 +21,7 @@ import pytest
 from agentlightning.proto.dataset import open_dataset
 from agentlightning.proto.process import read_ready
 
-KILLS = int(os.environ.get("TORTURE_KILLS", "12"))
+KILLS = int(os.environ.get("TORTURE_KILLS", "10"))
 OUTAGE_SECONDS = float(os.environ.get("TORTURE_OUTAGE_S", "2"))
 MISCHIEF = ("die", "error_500", "bad_json", "bad_shape", "end_early", "busy")
 WORKERS = 6

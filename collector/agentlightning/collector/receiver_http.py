@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.logs.v1.logs_service_pb2 import ExportLogsSer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
 from agentlightning.collector.access import Tokens
-from agentlightning.collector.http_server import Failure, Reply, Request, Response
+from agentlightning.collector.http_messages import Failure, Reply, Request, Response
 from agentlightning.collector.intake import RETRY_SECONDS, Hold, Intake, Refused, Storing, gunzip
 from agentlightning.collector.journal import Kind
 from agentlightning.collector.wire import Checked

@@ -107,7 +107,7 @@ def test_h06_a_refusal_is_a_status_in_the_encoding_of_the_request(shared: Any) -
     status = Status.FromString(answer.content)
     assert (answer.status_code, status.code, len(status.details)) == (400, 3, 0)
     assert "cannot be parsed" in status.message
-    answer = post(shared, b"[1", content_type=JSON)
+    answer = post(shared, b"{", content_type=JSON)
     assert (answer.status_code, answer.json()["code"]) == (400, 3)
     assert "not JSON" in answer.json()["message"]
 

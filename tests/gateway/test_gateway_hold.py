@@ -53,7 +53,8 @@ def clients(url: str, key: str, opened: Callable[[], None]) -> dict[str, Callabl
 
 def test_stock_clients_live_through_an_update_streams_included(start_gateway, engine, sink, until):
     gateway = start_gateway()
-    claimed = gateway.begin("updated")
+    gateway.enqueue({"rollout_id": "updated"})
+    (claimed,) = gateway.claim(lease=HOLD_SECONDS + 120)
     hold = gateway.ask("POST", "/api/hold", {"policy": "default", "ttl_s": 120, "drain_s": 1})
     assert hold["drained"] is True
     opened: list[None] = []

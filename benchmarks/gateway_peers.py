@@ -129,31 +129,10 @@ def measure(
     return figures
 
 
-def first_byte(url: str, count: int) -> float:
-    """Median seconds from the request to the first byte of a stream, one at a time."""
-
-    async def run() -> list[float]:
-        import aiohttp
-
-        body = json.dumps({**base.REQUEST, "stream": True}).encode()
-        took = []
-        async with aiohttp.ClientSession() as session:
-            for _ in range(count):
-                began = time.perf_counter()
-                headers = {"content-type": "application/json"}
-                async with session.post(f"{url}/v1/chat/completions", data=body, headers=headers) as response:
-                    await response.content.readany()
-                    took.append(time.perf_counter() - began)
-                    await response.read()
-        return took
-
-    return statistics.median(asyncio.run(run()))
-
-
 def waits(servers: dict[str, base.Process], engine: base.Process, name: str) -> float:
     """Median milliseconds that a proxy adds over an engine that takes 30 ms, at 32 connections."""
-    _, direct = asyncio.run(base.load(engine.url, 32 * 6, 32, user="0.03"))
-    _, through = asyncio.run(base.load(servers[name].url, 32 * 6, 32, user="0.03"))
+    _, direct = asyncio.run(base.load(engine.url, 32 * 12, 32, seed=30))
+    _, through = asyncio.run(base.load(servers[name].url, 32 * 12 // SLOW.get(name, 1), 32, seed=30))
     return (statistics.median(through) - statistics.median(direct)) * 1e3
 
 
@@ -229,6 +208,7 @@ def main() -> int:
             command += ["--collector", sink.url, "--engine", engine.url, "--log-level", "warning"]
             ours = base.Process(command, port)
             running.append(ours)
+            base.TOKEN = base.claim(ours.url)
             servers = {"gateway": ours, "pass-through": start("peer", engine.url)}
             if "agentlightning-1.0" in options.peers:
                 running.append(server := agentlightning(engine.url, folder))
@@ -239,8 +219,14 @@ def main() -> int:
             figures = measure(servers, engine, options)
             added = {name: waits(servers, engine, name) for name in servers}
             report(figures, added, servers)
-            delay = first_byte(ours.url, 50) - first_byte(engine.url, 50)
-            print(f"first byte of a stream: {delay * 1e3:+.2f} ms over the engine's own")
+            first = {
+                url: asyncio.run(base.first_bytes(url, 100))
+                for url in (engine.url, servers["pass-through"].url, ours.url)
+            }
+            _, bare, delay = ((value - first[engine.url]) * 1e3 for value in first.values())
+            print(
+                f"first byte of a stream, over the engine's own: pass-through {bare:+.2f} ms, gateway {delay:+.2f} ms"
+            )
             if options.flat:
                 asyncio.run(base.load(ours.url, options.flat // 4, options.connections))
                 before = ours.resident()

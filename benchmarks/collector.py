@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from agent_spans import WORDS
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 
@@ -115,26 +116,6 @@ def add_call(span: Any, rollout: str, call: int, draw: random.Random, *, packed:
         span.attributes.append(array(names.PROMPT_TOKEN_IDS, prompt))
         span.attributes.append(array(names.RESPONSE_TOKEN_IDS, answer))
     span.attributes.append(raw(names.RESPONSE_LOGPROBS, pack_floats([-draw.random() for _ in answer])))
-
-
-WORDS = [
-    "the",
-    "agent",
-    "calls",
-    "a",
-    "tool",
-    "and",
-    "reads",
-    "what",
-    "comes",
-    "back",
-    "before",
-    "it",
-    "answers",
-    "the",
-    "question",
-    "again",
-]
 
 
 def text(key: str, value: str) -> KeyValue:
